@@ -1,0 +1,109 @@
+"""dflash: lossless block-diffusion speculative decoding.
+
+    from dflash import load, load_draft, stream_generate
+
+    model, tokenizer = load("smollm2-135m")
+    for response in stream_generate(model, "ngram", tokenizer, "Why is the sky blue?"):
+        print(response.text, end="")
+
+Importing this package imports neither torch nor mlx: a backend is imported by ``load``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash.errors import DFlashError, RequestError
+from dflash.generate import Generation, Response, generate, stream_generate
+from dflash.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from dflash.protocols import Drafter, Target
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DFlashError",
+    "Generation",
+    "Response",
+    "SamplingParams",
+    "generate",
+    "load",
+    "load_draft",
+    "stream_generate",
+]
+
+BACKENDS = ("torch", "mlx")
+
+
+def load(
+    id_or_path: str | Path,
+    backend: str | None = None,
+    dtype: Any = None,
+    device: Any = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Target:
+    """Load a target model and its tokenizer.
+
+    Args:
+        id_or_path: a hub id, a local folder, a ``.gguf`` file, or the alias ``smollm2-135m``.
+        backend: "torch" or "mlx"; by default mlx on Apple silicon where installed, else torch.
+        dtype: "float32", "bfloat16", "float16" or the framework's; by default float32 on CPU, elsewhere
+            the checkpoint's own.
+        device: for example "cpu", "cuda", "mps"; by default the best there is.
+        revision: of a hub repository.
+        trust_remote_code: run Python that a repository ships. Off unless you say so.
+
+    Returns:
+        The target, with ``.model`` and ``.tokenizer``. It also unpacks as ``model, tokenizer``.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        CheckpointError: weights are missing.
+        UnsupportedTarget: it has layers whose cache cannot be rolled back, or is no causal language model.
+        RequestError: an unknown backend, dtype or device.
+    """
+    target: Target = _backend(backend).load(id_or_path, dtype, device, revision, trust_remote_code)
+    return target
+
+
+def load_draft(
+    id_or_path: str | Path,
+    sliding_window_size: int | None = None,
+    backend: str | None = None,
+    dtype: Any = None,
+    device: Any = None,
+    revision: str | None = None,
+) -> Drafter:
+    """Load a DFlash draft in the published format. Its code is never needed: only json and safetensors are read.
+
+    Args:
+        id_or_path: a hub id or a local folder.
+        sliding_window_size: how many committed positions the draft may look back on; None for all.
+        backend, dtype, device, revision: as for ``load``.
+
+    Returns:
+        A ``DFlashDraftModel`` with ``.config`` and ``.path``.
+
+    Raises:
+        ModelNotFound: there is no such draft.
+        ConfigError: its config is incomplete, or asks for something not computed here.
+        CheckpointError: tensors are missing, left over or misshapen.
+        RequestError: ``sliding_window_size`` is not positive.
+    """
+    draft: Drafter = _backend(backend).load_draft(id_or_path, sliding_window_size, dtype, device, revision)
+    return draft
+
+
+def _backend(name: str | None) -> Any:
+    if name is None:
+        apple = platform.system() == "Darwin" and platform.machine() == "arm64"
+        name = "mlx" if apple and importlib.util.find_spec("mlx_lm") is not None else "torch"
+    if name not in BACKENDS:
+        raise RequestError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
+    return importlib.import_module(f"dflash.backends.{name}.load")

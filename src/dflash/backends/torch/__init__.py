@@ -1,0 +1,1 @@
+"""PyTorch on CPU, CUDA and MPS, with the models of transformers."""

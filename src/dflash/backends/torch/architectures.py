@@ -1,0 +1,139 @@
+"""What differs between model families: the only place that knows them by name.
+
+To add an architecture see CONTRIBUTING.md: one row here, one row in tests/contract.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+from dflash.errors import UnsupportedTarget
+
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
+CONV = "conv"
+HYBRID = "hybrid"
+DUMMY = "dummy"
+
+CACHE_KINDS = (FULL, SLIDING, LINEAR, CONV, HYBRID, DUMMY)
+"""The layer kinds (transformers' ``layer_types``) whose cache we roll back."""
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """The seams of a recurrent module.
+
+    Attributes:
+        inputs: names of its input projections, whose outputs are recorded during verification.
+        output: name of its output projection, which a replay of the state leaves out.
+    """
+
+    inputs: tuple[str, ...]
+    output: str = "out_proj"
+
+
+_QWEN3_5 = Mixer(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
+_IN_PROJ = Mixer(("in_proj",))
+
+MIXERS: Mapping[str, Mixer] = {
+    "Qwen3NextGatedDeltaNet": Mixer(("in_proj_qkvz", "in_proj_ba")),
+    "Qwen3_5GatedDeltaNet": _QWEN3_5,
+    "Qwen3_5MoeGatedDeltaNet": _QWEN3_5,
+    "Lfm2ShortConv": _IN_PROJ,
+    "Lfm2MoeShortConv": _IN_PROJ,
+    "BambaMixer": _IN_PROJ,
+    "FalconH1Mixer": _IN_PROJ,
+    "GraniteMoeHybridMambaLayer": _IN_PROJ,
+    "NemotronHMamba2Mixer": _IN_PROJ,
+}
+"""Recurrent modules by class name. Each keeps its state through ``cache.update_conv_state`` and
+``cache.update_recurrent_state``, continues from a filled cache, and can be run again on a prefix
+of its recorded inputs."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Where the parts of a model are.
+
+    Attributes:
+        config: of the text model.
+        layers: the decoder layers, in order; their outputs are what taps read.
+        kinds: the cache kind of each layer, one of ``CACHE_KINDS``.
+        windows: the sliding window of each layer, None where it has none.
+        mixers: layer index -> its recurrent module.
+        embedding: the input embedding.
+        head: the output projection onto the vocabulary.
+    """
+
+    config: Any
+    layers: nn.ModuleList
+    kinds: list[str]
+    windows: list[int | None]
+    mixers: dict[int, nn.Module]
+    embedding: nn.Embedding
+    head: nn.Module
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether any layer keeps a recurrent or convolution state."""
+        return bool(self.mixers)
+
+    @property
+    def attention_kinds(self) -> set[str]:
+        """The attention kinds present; the models take one mask for each."""
+        attending = [w for w, kind in zip(self.windows, self.kinds, strict=True) if kind in (FULL, SLIDING, HYBRID)]
+        return {FULL if window is None else SLIDING for window in attending}
+
+
+def dissect(model: PreTrainedModel) -> Anatomy:
+    """Find a model's parts by what they can do.
+
+    Raises:
+        UnsupportedTarget: naming the layer kind, module or part that is in the way.
+    """
+    config = model.config.get_text_config(decoder=True)
+    name = type(model).__name__
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UnsupportedTarget(f"{name}: looked for a list of decoder layers at get_decoder().layers and found none")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or head is None:
+        raise UnsupportedTarget(
+            f"{name}: looked for get_input_embeddings() and get_output_embeddings(), found "
+            f"{type(embedding).__name__} and {type(head).__name__}: is it a causal language model?"
+        )
+    kinds, details = get_layer_types_and_kwargs(config)
+    if getattr(config, "kv_sharing_modes", None) is not None and DUMMY in kinds:
+        raise UnsupportedTarget(f"{name}: layers that share another layer's keys and values cannot be rolled back yet")
+    unknown = sorted(set(kinds) - set(CACHE_KINDS))
+    if unknown:
+        raise UnsupportedTarget(
+            f"{name} has layers of kind {', '.join(map(repr, unknown))}, whose cache cannot be rolled back; "
+            f"supported are {', '.join(CACHE_KINDS[:-1])}"
+        )
+    mixers = {i: _mixer(name, layer) for i, layer in enumerate(layers) if kinds[i] in (LINEAR, CONV, HYBRID)}
+    windows = [d.get("sliding_window") if kind == SLIDING else None for kind, d in zip(kinds, details, strict=True)]
+    return Anatomy(config, layers, kinds, windows, mixers, embedding, head)
+
+
+def _mixer(name: str, layer: nn.Module) -> nn.Module:
+    found = [module for module in layer.modules() if type(module).__name__ in MIXERS]
+    if len(found) != 1:
+        stateful = sorted({type(m).__name__ for m in layer.modules() if "layer_idx" in vars(m) and m is not layer})
+        raise UnsupportedTarget(
+            f"{name} keeps a recurrent state in a module we cannot replay ({', '.join(stateful) or 'unknown'}); "
+            f"supported are {', '.join(MIXERS)}"
+        )
+    return found[0]
+
+
+def seams(mixer: nn.Module) -> Mixer:
+    """The row of ``MIXERS`` for a module found by ``dissect``."""
+    return MIXERS[type(mixer).__name__]

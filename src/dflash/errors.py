@@ -1,0 +1,50 @@
+"""Every error this package raises on purpose.
+
+DFlashError
+ +-- RequestError (ValueError)         a prompt or an option that cannot be served
+ |    +-- PromptTooLong                the prompt does not fit the target's context
+ +-- ModelNotFound (FileNotFoundError) no such alias, folder, file or hub id
+ +-- CheckpointError (ValueError)      weights missing, left over, misshapen or unreadable
+ +-- ConfigError (ValueError)          a draft config that is incomplete, contradictory or unknown
+ +-- IncompatibleDraft (ValueError)    a sound draft that was made for another target
+ +-- UnsupportedTarget (ValueError)    a target whose caches we cannot roll back
+ +-- NonFiniteScores (ArithmeticError) the target itself produced NaN
+"""
+
+from __future__ import annotations
+
+
+class DFlashError(Exception):
+    """Base of all errors of this package."""
+
+
+class RequestError(DFlashError, ValueError):
+    """A prompt or an option that cannot be served."""
+
+
+class PromptTooLong(RequestError):
+    """The prompt does not fit the target's context."""
+
+
+class ModelNotFound(DFlashError, FileNotFoundError):
+    """No such alias, folder, file or hub id."""
+
+
+class CheckpointError(DFlashError, ValueError):
+    """Weights missing, left over, misshapen or unreadable."""
+
+
+class ConfigError(DFlashError, ValueError):
+    """A draft config that is incomplete, contradictory or unknown."""
+
+
+class IncompatibleDraft(DFlashError, ValueError):
+    """A sound draft that was made for another target."""
+
+
+class UnsupportedTarget(DFlashError, ValueError):
+    """A target whose caches we cannot roll back."""
+
+
+class NonFiniteScores(DFlashError, ArithmeticError):
+    """The target itself produced NaN scores."""

@@ -1,0 +1,294 @@
+"""Generation for people: prompts in, text and figures out, on top of the one decode loop."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dflash.decode import PREFILL_CHUNK, Emission, Request, decode
+from dflash.drafters import NGramDrafter, NoDrafter
+from dflash.errors import RequestError
+from dflash.limits import Output
+from dflash.protocols import Drafter, Target
+from dflash.sampling import SamplingParams
+from dflash.text import Prompt, encode_prompt
+
+DraftLike = Drafter | str | None
+"""A DFlash draft, another drafter, "ngram", "none", or None for plain decoding."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """What one round added to an answer. The last one has a finish reason.
+
+    Attributes:
+        text: the piece of text that became final; may be empty.
+        tokens: the new tokens; the first ``accepted`` of them were drafted.
+        accepted: drafted tokens that stood.
+        proposed: tokens that were drafted; 0 in the first response, which is the prefill's.
+        prompt_tokens: length of the prompt.
+        prompt_tps: prompt tokens per second of prefill.
+        generation_tokens: tokens so far.
+        generation_tps: tokens after the first, per second of decoding. The consumer's time does not count.
+        peak_memory: GB (1e9 bytes), of the device or, on CPU, of the process.
+        finish_reason: None, "stop" or "length".
+    """
+
+    text: str
+    tokens: list[int]
+    accepted: int
+    proposed: int
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A whole answer.
+
+    Attributes:
+        text, tokens: the answer.
+        rounds: tokens each round yielded (drafts accepted plus one, cut at the end), the prefill's not counted.
+        accepted: drafted tokens that stood, in all.
+        The others are those of the last ``Response``.
+    """
+
+    text: str
+    tokens: list[int]
+    rounds: list[int]
+    accepted: int
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a round; 1 is plain decoding, and what an answer of a single token is given."""
+        return sum(self.rounds) / len(self.rounds) if self.rounds else 1.0
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def stream_generate(
+    model: Target,
+    draft: DraftLike,
+    tokenizer: Any,
+    prompt: Prompt,
+    block_size: int | None = None,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    *,
+    enable_thinking: bool | None = None,
+    verification: str = "match",
+    prefill_chunk: int = PREFILL_CHUNK,
+) -> Iterator[Response]:
+    """Answer one prompt, round by round. Options are checked at the call, not at the first response.
+
+    Args:
+        model: from ``load``.
+        draft: from ``load_draft``; or ``"ngram"``, another drafter, or None for plain decoding.
+        tokenizer: a transformers tokenizer, or None for the target's own.
+        prompt: a string, token ids, or chat messages.
+        block_size: tokens verified at once, the pending one included; the draft's own by default.
+        stop: strings that end the answer.
+        enable_thinking: handed to the chat template.
+        verification: "match" (default), or "rejection", for which a draft samples its proposals.
+        prefill_chunk: prompt tokens one forward reads.
+
+    Raises:
+        RequestError: a prompt or an option that cannot be served.
+        IncompatibleDraft: the draft was made for another target.
+    """
+    sampling = SamplingParams(temperature, top_p, top_k, min_p, repetition_penalty, dict(logit_bias or {}), seed)
+    tokenizer = model.tokenizer if tokenizer is None else tokenizer
+    ids = encode_prompt(tokenizer, prompt, enable_thinking=enable_thinking)
+    rounds = start(
+        model, draft, tokenizer, [ids], [sampling], block_size, max_tokens, stop, verification, prefill_chunk
+    )
+    return _responses(model, rounds, len(ids))
+
+
+def generate(
+    model: Target,
+    draft: DraftLike,
+    tokenizer: Any,
+    prompt: Prompt,
+    block_size: int | None = None,
+    max_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    logit_bias: Mapping[int, float] | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    *,
+    enable_thinking: bool | None = None,
+    verification: str = "match",
+    prefill_chunk: int = PREFILL_CHUNK,
+) -> Generation:
+    """Answer one prompt at once. See ``stream_generate`` for everything."""
+    stream = stream_generate(
+        model, draft, tokenizer, prompt, block_size, max_tokens, temperature, top_p, top_k, min_p,
+        repetition_penalty, logit_bias, seed, stop,
+        enable_thinking=enable_thinking, verification=verification, prefill_chunk=prefill_chunk,
+    )  # fmt: skip
+    return collect(stream)
+
+
+def collect(stream: Iterator[Response]) -> Generation:
+    """The whole answer of a stream, consumed to its end."""
+    responses = list(stream)
+    last = responses[-1]
+    assert last.finish_reason is not None
+    return Generation(
+        text="".join(r.text for r in responses),
+        tokens=[token for r in responses for token in r.tokens],
+        rounds=[len(r.tokens) for r in responses[1:]],
+        accepted=sum(r.accepted for r in responses),
+        prompt_tokens=last.prompt_tokens,
+        prompt_tps=last.prompt_tps,
+        generation_tokens=last.generation_tokens,
+        generation_tps=last.generation_tps,
+        peak_memory=last.peak_memory,
+        finish_reason=last.finish_reason,
+    )
+
+
+@dataclass
+class Rounds:
+    """A started batch: its outputs, and the rounds that fill them."""
+
+    outputs: list[Output]
+    rounds: Iterator[list[Emission]] = field(repr=False)
+
+
+def start(
+    model: Target,
+    draft: DraftLike,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    sampling: Sequence[SamplingParams],
+    block_size: int | None,
+    max_tokens: int,
+    stop: str | Sequence[str],
+    verification: str,
+    prefill_chunk: int,
+) -> Rounds:
+    """Set up a batch of rows, each with its own prompt and sampling parameters."""
+    if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
+        raise RequestError(f"prefill_chunk must be a whole number of at least 1, not {prefill_chunk!r}")
+    drafter = as_drafter(draft)
+    stop_ids = model.eos_ids | _eos_of(tokenizer)
+
+    def to_text(ids: list[int]) -> str:
+        text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    outputs = [Output(to_text, max_tokens, stop_ids, stops) for _ in prompts]
+    requests = [Request(*row) for row in zip(prompts, sampling, outputs, strict=True)]
+    rounds = decode(
+        model,
+        drafter,
+        requests,
+        block_size=choose_block(drafter, block_size),
+        verification=verification,
+        prefill_chunk=prefill_chunk,
+    )
+    return Rounds(outputs, rounds)
+
+
+def as_drafter(draft: DraftLike) -> Drafter:
+    """The drafter a name or None stands for."""
+    if draft is None or draft == "none":
+        return NoDrafter()
+    if draft == "ngram":
+        return NGramDrafter()
+    if isinstance(draft, str):
+        raise RequestError(
+            f"draft {draft!r} is a name: load the draft with load_draft({draft!r}), or pass 'ngram', 'none' or None"
+        )
+    return draft
+
+
+_warned_blocks: set[tuple[int, int]] = set()
+
+
+def choose_block(drafter: Drafter, block_size: int | None) -> int:
+    """The block size in force. Above the trained one works, with fewer drafts accepted: it warns once.
+
+    Raises:
+        RequestError: not a whole number of at least 2 (for a drafter that proposes anything).
+    """
+    if block_size is None:
+        return drafter.block_size
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 2:
+        raise RequestError(
+            f"block_size must be a whole number of at least 2 (the pending token and one draft), not {block_size!r}; "
+            "for plain decoding pass draft=None"
+        )
+    if drafter.block_size == 1:
+        return 1
+    pair = (drafter.block_size, block_size)
+    if block_size > drafter.block_size and drafter.taps and pair not in _warned_blocks:
+        _warned_blocks.add(pair)
+        warnings.warn(
+            f"block_size {block_size} is above the {drafter.block_size} this draft was trained for: "
+            "its later guesses will seldom be right",
+            stacklevel=4,
+        )
+    return block_size
+
+
+def _eos_of(tokenizer: Any) -> frozenset[int]:
+    return frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
+
+
+def _responses(model: Target, batch: Rounds, prompt_tokens: int) -> Iterator[Response]:
+    """Time the rounds of a single row: only while the loop works, not while the consumer does."""
+    output = batch.outputs[0]
+    prefill_seconds = decode_seconds = 0.0
+    while True:
+        before = time.perf_counter()
+        emitted = next(batch.rounds, None)
+        spent = time.perf_counter() - before
+        if emitted is None:
+            return
+        if prefill_seconds == 0.0:
+            prefill_seconds = spent
+        else:
+            decode_seconds += spent
+        one = emitted[0]
+        done = len(output.tokens)
+        yield Response(
+            text=one.text,
+            tokens=one.tokens,
+            accepted=one.accepted,
+            proposed=one.proposed,
+            prompt_tokens=prompt_tokens,
+            prompt_tps=prompt_tokens / prefill_seconds,
+            generation_tokens=done,
+            generation_tps=(done - 1) / decode_seconds if decode_seconds else 0.0,
+            peak_memory=model.peak_memory(),
+            finish_reason=output.finish_reason,
+        )
