@@ -1,0 +1,139 @@
+"""The contract of every backend: whatever the draft, the text is the target's own and the caches are right.
+
+O1: float32 tokens equal the framework's own greedy answer. O2: after every round the cache equals a
+fresh prefill of the committed tokens. O3: token counts agree. D14: the drafter's context keeps pace.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from backends import BACKENDS
+
+import fakes
+import tiny
+from dflash.decode import Request, decode
+from dflash.drafters import NGramDrafter, NoDrafter
+from dflash.limits import Output
+from dflash.sampling import SamplingParams
+
+# The kinds of cache, each by one architecture.
+KINDS = {"full": "qwen3", "sliding": "gemma3", "delta": "qwen3-next", "conv": "lfm2", "moe": "qwen3-moe"}
+OTHERS = sorted(set(tiny.ARCHITECTURES) - set(KINDS.values()))
+
+BLOCKS = [2, 3, 8, 16]
+TOKENS = 26
+PROMPTS = [
+    (11, 3, 60, 7, 22),  # shorter than the window of 8, crossed while answering
+    (5, 5, 9, 33, 2, 17, 40, 8, 61, 12, 30, 4, 19),
+    (2,),
+]
+
+
+def outputs(count: int, max_tokens: int = TOKENS) -> list[Output]:
+    return [Output(lambda ids: "", max_tokens) for _ in range(count)]
+
+
+def drafter(name: str, block: int, texts: list[list[int]]) -> Any:
+    choose = {
+        "perfect": fakes.perfect,
+        "hostile": fakes.hostile,
+        "scripted": fakes.scripted(0, block - 1, 1, 0, block - 1, 2),
+        "random": fakes.at_random(block),
+    }
+    if name == "ngram":
+        return NGramDrafter(block_size=block, min_ngram=1)
+    return fakes.OracleDrafter(block, texts, choose[name])
+
+
+def check_caches(backend: Any, target: Any, session: Any, texts: list[list[int]]) -> None:
+    """O2, for every row of a session."""
+    for row, text in enumerate(texts):
+        fresh = target.start(1, (), 16, 512)
+        fresh.prefill([text], lambda tokens, features: None)
+        assert session.lengths[row] == len(text)
+        for have, want in zip(backend.states(session, row), backend.states(fresh, 0), strict=True):
+            np.testing.assert_allclose(have, want, atol=2e-4, rtol=2e-3)
+
+
+def run_and_check(
+    backend: Any, architecture: str, name: str, block: int, prompts: list[tuple[int, ...]], monkeypatch: Any
+) -> Any:
+    target = backend.target(architecture)
+    truth = [backend.greedy(architecture, prompt, TOKENS) for prompt in prompts]
+    made = drafter(name, block, [[*p, *t] for p, t in zip(prompts, truth, strict=True)])
+    started: list[Any] = []
+    start = target.start
+    done = outputs(len(prompts))
+    requests = [Request(list(p), SamplingParams(), o) for p, o in zip(prompts, done, strict=True)]
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "start", lambda *args: started.append(start(*args)) or started[-1])
+        rounds = decode(target, made, requests, block_size=block, prefill_chunk=4)
+        for emitted in rounds:
+            patch.setattr(target, "start", start)
+            live = [e.row for e in emitted]
+            check_caches(backend, target, started[0], [[*prompts[r], *done[r].tokens[:-1]] for r in live])
+            if isinstance(made, fakes.OracleDrafter):
+                assert [len(k) for k in made.known] == started[0].lengths
+    assert [o.tokens for o in done] == truth
+    assert [o.finish_reason for o in done] == ["length"] * len(prompts)
+    return made
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("name", ["perfect", "hostile", "scripted", "random", "ngram"])
+@pytest.mark.parametrize("architecture", KINDS.values(), ids=KINDS)
+class TestEveryCacheKind:
+    def test_one_row(self, backend: Any, architecture: str, name: str, block: int, monkeypatch: Any) -> None:
+        run_and_check(backend, architecture, name, block, PROMPTS[:1], monkeypatch)
+
+    def test_ragged_rows(self, backend: Any, architecture: str, name: str, block: int, monkeypatch: Any) -> None:
+        run_and_check(backend, architecture, name, block, PROMPTS, monkeypatch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("architecture", OTHERS)
+@pytest.mark.parametrize(("name", "block"), [("scripted", 4), ("hostile", 3), ("perfect", 16)])
+def test_every_architecture(backend: Any, architecture: str, name: str, block: int, monkeypatch: Any) -> None:
+    run_and_check(backend, architecture, name, block, PROMPTS[:2], monkeypatch)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("architecture", KINDS.values(), ids=KINDS)
+def test_plain_decoding_is_the_frameworks_own(backend: Any, architecture: str) -> None:
+    done = outputs(len(PROMPTS))
+    requests = [Request(list(p), SamplingParams(), o) for p, o in zip(PROMPTS, done, strict=True)]
+    rounds = list(decode(backend.target(architecture), NoDrafter(), requests, block_size=1))
+    assert len(rounds) == TOKENS
+    assert [o.tokens for o in done] == [backend.greedy(architecture, p, TOKENS) for p in PROMPTS]
+
+
+def accepted(backend: Any, choose: Any, block: int, max_tokens: int = TOKENS) -> list[int]:
+    """Tokens of each round after the prefill's, for one row of a dense target."""
+    truth = backend.greedy("qwen3", PROMPTS[0], 40)
+    made = fakes.OracleDrafter(block, [[*PROMPTS[0], *truth]], choose)
+    done = outputs(1, max_tokens)
+    request = Request(list(PROMPTS[0]), SamplingParams(), done[0])
+    rounds = [e[0].tokens for e in decode(backend.target("qwen3"), made, [request], block_size=block)]
+    assert [t for tokens in rounds for t in tokens] == done[0].tokens == truth[:max_tokens]
+    return [len(tokens) for tokens in rounds[1:]]
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+class TestAcceptance:
+    def test_hostile_is_one_a_round(self, backend: Any) -> None:
+        assert accepted(backend, fakes.hostile, 2) == [1] * (TOKENS - 1)
+        assert accepted(backend, fakes.hostile, 16) == [1] * (TOKENS - 1)
+
+    def test_perfect_is_the_block(self, backend: Any) -> None:
+        assert accepted(backend, fakes.perfect, 16, 33) == [16, 16]
+
+    def test_scripted_is_the_script_plus_the_targets_own(self, backend: Any) -> None:
+        assert accepted(backend, fakes.scripted(0, 3, 1, 2), 4, 22) == [1, 4, 2, 3, 1, 4, 2, 3, 1]
+
+    @pytest.mark.parametrize("cap", [1, 2, 3, 15, 16, 17, 31, 32, 33])
+    def test_cap_is_exact(self, backend: Any, cap: int) -> None:
+        assert sum(accepted(backend, fakes.perfect, 16, cap)) == cap - 1
