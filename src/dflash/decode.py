@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dflash.errors import PromptTooLong, RequestError
 from dflash.limits import Output
-from dflash.protocols import NOTHING, Drafter, Target, Verdict
+from dflash.protocols import NOTHING, Drafter, Drafting, Session, Target, Verdict, Verifier
 from dflash.sampling import SamplingParams
 
 PREFILL_CHUNK = 512
@@ -64,27 +64,39 @@ def decode(
 ) -> Iterator[list[Emission]]:
     """Decode all rows to their ends, one list of emissions a round (the first is the prefill's).
 
-    Closing the generator, or an exception in it, leaves nothing behind: its caches are its own.
+    Everything is checked here, before the first round. Closing the generator, or an exception in it,
+    leaves nothing behind: its caches are its own.
 
     Raises:
         PromptTooLong: a prompt leaves no room for a single token.
         RequestError: an empty prompt or a token id outside the vocabulary.
+        IncompatibleDraft: the drafter was made for another target.
     """
     prompts = [request.prompt for request in requests]
-    outputs = [request.output for request in requests]
     sampling = [request.sampling for request in requests]
     _check_prompts(target, prompts)
     if target.context_length is not None:
         for request in requests:  # the last token of an answer is never read, so it may lie one past the context
             request.output.limit(target.context_length - len(request.prompt) + 1)
-    step = max(block_size, prefill_chunk)
     session = target.start(len(requests), drafter.taps, block_size, prefill_chunk)
-    drafting = drafter.start(target, sampling, verification, step)
+    drafting = drafter.start(target, sampling, verification, max(block_size, prefill_chunk))
     verifier = target.verifier(sampling, prompts, verification)
-    rows = list(range(len(requests)))
+    return _rounds(target, session, drafting, verifier, prompts, [r.output for r in requests], block_size)
 
+
+def _rounds(
+    target: Target,
+    session: Session,
+    drafting: Drafting,
+    verifier: Verifier,
+    prompts: list[list[int]],
+    outputs: list[Output],
+    block_size: int,
+) -> Iterator[list[Emission]]:
+    """The loop itself. The prefill is a round with an empty proposal."""
+    rows = list(range(len(outputs)))
     verdict = verifier(NOTHING, session.prefill(prompts, drafting.extend))
-    yield [_emit(rows[i], outputs[rows[i]], verdict, i, 0) for i in range(len(rows))]
+    yield [_emit(row, outputs[row], verdict, row, 0) for row in rows]
 
     while alive := [i for i, row in enumerate(rows) if outputs[row].finish_reason is None]:
         if len(alive) < len(rows):
