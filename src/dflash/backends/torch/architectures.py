@@ -5,6 +5,7 @@ To add an architecture see CONTRIBUTING.md: one row here, one row in tests/contr
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,8 @@ def dissect(model: PreTrainedModel) -> Anatomy:
             f"{name}: looked for get_input_embeddings() and get_output_embeddings(), found "
             f"{type(embedding).__name__} and {type(head).__name__}: is it a causal language model?"
         )
+    if "cache" not in inspect.signature(model.forward).parameters:
+        raise UnsupportedTarget(f"{name}: its forward takes no cache")
     kinds, details = get_layer_types_and_kwargs(config)
     if getattr(config, "kv_sharing_modes", None) is not None and DUMMY in kinds:
         raise UnsupportedTarget(f"{name}: layers that share another layer's keys and values cannot be rolled back yet")
@@ -137,3 +140,14 @@ def _mixer(name: str, layer: nn.Module) -> nn.Module:
 def seams(mixer: nn.Module) -> Mixer:
     """The row of ``MIXERS`` for a module found by ``dissect``."""
     return MIXERS[type(mixer).__name__]
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """The union of what tokenizer, configs (a wrapper's and its text model's) and generation config call the end."""
+    named = [tokenizer.eos_token_id]
+    for source in (model.config, model.config.get_text_config(decoder=True), model.generation_config):
+        named.append(getattr(source, "eos_token_id", None))
+    flat: list[int] = []
+    for ids in named:
+        flat += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    return frozenset(flat)

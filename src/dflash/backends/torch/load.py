@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from dflash.backends.torch.architectures import dissect
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.gguf import unpacked
 from dflash.backends.torch.target import TorchTarget
 from dflash.checkpoint import Weights, find_weights, locate, locate_draft
 from dflash.draft_config import DFlashConfig
 from dflash.errors import CheckpointError, ModelNotFound, RequestError, UnsupportedTarget
+from dflash.protocols import Proposal
 from dflash.text import repair_decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -59,8 +60,7 @@ def load(
         )
     repair_decoder(tokenizer)
     target = TorchTarget(model.to(device), tokenizer, place.name)
-    if target.anatomy.recurrent:
-        check_continuation(model)
+    check_rollback(target)
     return target
 
 
@@ -92,28 +92,29 @@ def load_draft(
     return draft.eval().requires_grad_(False)
 
 
-def check_continuation(model: PreTrainedModel) -> None:
-    """A block behind a filled cache must be read as the continuation of it.
+def check_rollback(target: TorchTarget) -> None:
+    """A block behind a filled cache, after a rejection, must be read as one forward over the same text.
 
-    Some releases of transformers forgot the recurrent state there (huggingface/transformers PR 45513).
+    Releases of transformers differ here: some forgot the recurrent state when several tokens came in at
+    once (huggingface/transformers PR 45513). Twelve tokens tell.
 
     Raises:
-        UnsupportedTarget: with this release they still do.
+        UnsupportedTarget: they are read differently.
     """
-    from transformers import DynamicCache, __version__
-
-    size = dissect(model).embedding.num_embeddings
-    tokens = (torch.arange(12, device=model.device)[None] * 7919 + 13) % size
+    text = [(i * 7919 + 13) % target.vocab_size for i in range(12)]
     with torch.inference_mode():
-        whole = model(tokens).logits[:, 8:].float()
-        cache = DynamicCache(config=model.config)
-        model(tokens[:, :8], cache=cache)
-        parts = model(tokens[:, 8:], cache=cache).logits.float()
-    error = float((whole - parts).norm() / whole.norm())
-    if error > (1e-3 if model.dtype == torch.float32 else 0.2):
+        whole = target.model(torch.tensor([text], device=target.device)).logits[:, 7:].float()
+    session = target.start(1, (0, target.num_layers - 1), 8, 8)
+    session.prefill([text[:6]], lambda tokens, features: None)
+    with session.verify(text[6:7], Proposal([text[:3]], 3)) as ahead:
+        ahead.keep([1])
+    with session.verify(text[7:8], Proposal([text[8:]], 4)) as ahead:
+        error = float((whole - ahead.scores.float()).norm() / whole.norm())
+        ahead.keep([5])
+    if not error < (1e-3 if target.model.dtype == torch.float32 else 0.2):
         raise UnsupportedTarget(
-            f"{type(model).__name__} in transformers {__version__} reads a block as if nothing came before it "
-            f"(relative error {error:.2g}): use a release where it does not"
+            f"{type(target.model).__name__} in transformers {transformers.__version__} does not read on correctly from "
+            f"a cache that was rolled back (relative error {error:.2g}): answers would not be the target's own"
         )
 
 

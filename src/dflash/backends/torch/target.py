@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, dissect, seams
+from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, dissect, eos_ids, seams
 from dflash.backends.torch.cache import RollbackCache, Rows, record
 from dflash.backends.torch.verify import TorchVerifier
-from dflash.errors import RequestError
+from dflash.errors import RequestError, UnsupportedTarget
 from dflash.protocols import Features, Proposal, Session, Verifier
 from dflash.sampling import SamplingParams
 
@@ -47,7 +47,7 @@ class TorchTarget:
         self.num_layers = len(self.anatomy.layers)
         self.hidden_size: int = config.hidden_size
         self.context_length: int | None = getattr(config, "max_position_embeddings", None)
-        self.eos_ids = _eos_ids(model, tokenizer)
+        self.eos_ids = eos_ids(model, tokenizer)
         self.device: torch.device = self.anatomy.embedding.weight.device
         _attach_taps(self.anatomy.layers)
         for index, mixer in self.anatomy.mixers.items():
@@ -183,6 +183,11 @@ class TorchSession:
 
     def _features(self, counts: list[int]) -> Features:
         """The taps of the last forward, let go of here: they live until the draft has absorbed them."""
+        silent = [tap for tap in self.taps if tap not in self.cache.tapped]
+        if silent:
+            raise UnsupportedTarget(
+                f"{self.target.name}: layer {silent[0]} is not handed the cache, so its output cannot be tapped"
+            )
         tapped = [self.cache.tapped[tap] for tap in self.taps]
         self.cache.tapped.clear()
         return Features(torch.cat(tapped, dim=-1) if tapped else None, counts)
@@ -304,14 +309,3 @@ def _attach_recorder(index: int, mixer: nn.Module) -> None:
     mixer.register_forward_hook(leave, always_call=True)
     for name in seams(mixer).inputs:
         mixer.get_submodule(name).register_forward_hook(projected(name))
-
-
-def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """The union of what tokenizer, model config and generation config call the end."""
-    named = [tokenizer.eos_token_id, model.config.eos_token_id, model.config.get_text_config().eos_token_id]
-    if model.generation_config is not None:
-        named.append(model.generation_config.eos_token_id)
-    flat: list[int] = []
-    for ids in named:
-        flat += [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-    return frozenset(flat)
