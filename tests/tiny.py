@@ -85,6 +85,33 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "block_auto_adjust_ff_dim": False,
         },
     ),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {
+            **_MOE,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "num_dense_layers": 1,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    ),
+    "olmo-hybrid": ("OlmoHybrid", {**_DELTA, "linear_num_key_heads": 4}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
     "falcon-h1": ("FalconH1", _MAMBA),
     "bamba": (
         "Bamba",

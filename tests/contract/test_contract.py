@@ -101,6 +101,20 @@ def test_every_architecture(backend: Any, architecture: str, name: str, block: i
     run_and_check(backend, architecture, name, block, PROMPTS[:2], monkeypatch)
 
 
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral-sliding", "gemma3", "qwen3-next"])
+def test_either_attention_implementation(architecture: str, attention: str, monkeypatch: Any) -> None:
+    """CS3: masks fit the keys in both forms."""
+    backend = BACKENDS[0]
+    target = backend.target(architecture)
+    before = target.model.config._attn_implementation
+    target.model.set_attn_implementation(attention)
+    try:
+        run_and_check(backend, architecture, "scripted", 5, PROMPTS, monkeypatch)
+    finally:
+        target.model.set_attn_implementation(before)
+
+
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
 @pytest.mark.parametrize("architecture", KINDS.values(), ids=KINDS)
 def test_plain_decoding_is_the_frameworks_own(backend: Any, architecture: str) -> None:

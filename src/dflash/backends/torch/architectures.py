@@ -53,6 +53,7 @@ MIXERS: Mapping[str, Mixer] = {
     "FalconH1Mixer": _IN_PROJ,
     "GraniteMoeHybridMambaLayer": _IN_PROJ,
     "NemotronHMamba2Mixer": _IN_PROJ,
+    "OlmoHybridGatedDeltaNet": Mixer(("q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj"), "o_proj"),
 }
 """Recurrent modules by class name. Each keeps its state through ``cache.update_conv_state`` and
 ``cache.update_recurrent_state``, continues from a filled cache, and can be run again on a prefix
@@ -101,15 +102,6 @@ def dissect(model: PreTrainedModel) -> Anatomy:
     """
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise UnsupportedTarget(f"{name}: looked for a list of decoder layers at get_decoder().layers and found none")
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embedding, nn.Embedding) or head is None:
-        raise UnsupportedTarget(
-            f"{name}: looked for get_input_embeddings() and get_output_embeddings(), found "
-            f"{type(embedding).__name__} and {type(head).__name__}: is it a causal language model?"
-        )
     if "cache" not in inspect.signature(model.forward).parameters:
         raise UnsupportedTarget(f"{name}: its forward takes no cache")
     kinds, details = get_layer_types_and_kwargs(config)
@@ -120,6 +112,15 @@ def dissect(model: PreTrainedModel) -> Anatomy:
         raise UnsupportedTarget(
             f"{name} has layers of kind {', '.join(map(repr, unknown))}, whose cache cannot be rolled back; "
             f"supported are {', '.join(CACHE_KINDS[:-1])}"
+        )
+    layers = getattr(model.get_decoder(), "layers", None)
+    if not isinstance(layers, nn.ModuleList):
+        raise UnsupportedTarget(f"{name}: looked for a list of decoder layers at get_decoder().layers and found none")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or head is None:
+        raise UnsupportedTarget(
+            f"{name}: looked for get_input_embeddings() and get_output_embeddings(), found "
+            f"{type(embedding).__name__} and {type(head).__name__}: is it a causal language model?"
         )
     mixers = {i: _mixer(name, layer) for i, layer in enumerate(layers) if kinds[i] in (LINEAR, CONV, HYBRID)}
     windows = [d.get("sliding_window") if kind == SLIDING else None for kind, d in zip(kinds, details, strict=True)]
