@@ -25,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+from dflash.backends.torch.attention import grouped
 from dflash.backends.torch.cache import AttentionLayer, Rows
 from dflash.backends.torch.target import TorchTarget
 from dflash.backends.torch.verify import draw, probabilities
@@ -65,10 +66,10 @@ class DraftAttention(nn.Module):
         k = self.k_norm(self._heads(self.k_proj(x)))
         return apply_rotary_pos_emb(k, k, *rotary)[0], self._heads(self.v_proj(x))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         """[rows, T, hidden]; mask is bool [rows, 1, T, keys], True where a query sees a key."""
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return self.o_proj(out.transpose(1, 2).flatten(-2))
+        out: Tensor = self.o_proj(grouped(q, k, v, mask).transpose(1, 2).flatten(-2))
+        return out
 
 
 class DraftLayer(nn.Module):

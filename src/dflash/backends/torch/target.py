@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, dissect, eos_ids, seams
+from dflash.backends.torch.attention import GROUPED
 from dflash.backends.torch.cache import RollbackCache, Rows, record
 from dflash.backends.torch.verify import TorchVerifier
 from dflash.errors import RequestError, UnsupportedTarget
@@ -40,6 +41,8 @@ class TorchTarget:
         """
         self.anatomy: Anatomy = dissect(model)
         self.model = model.eval()
+        if self.anatomy.config._attn_implementation == "sdpa":
+            model.set_attn_implementation(GROUPED)  # the same numbers, without copies of the context
         self.tokenizer = tokenizer
         self.name = name
         config = self.anatomy.config
@@ -112,7 +115,7 @@ class TorchTarget:
     def _mask(self, visible: Tensor) -> Tensor:
         """[rows, 1, T, slots]: bool for SDPA, additive for eager attention."""
         visible = visible[:, None]
-        if self.model.config._attn_implementation == "sdpa":
+        if self.anatomy.config._attn_implementation in ("sdpa", GROUPED):
             return visible
         low = torch.finfo(self.model.dtype).min
         return torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device).masked_fill(~visible, low)
