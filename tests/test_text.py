@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny
 import torch
-import vocabularies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import dflash
+import tiny
+import vocabularies
 from dflash.errors import RequestError
 from dflash.text import REPLACEMENT, Detokenizer, StopScanner, byte_tokens, encode_prompt, plain_message, repair_decoder
 
@@ -337,6 +338,14 @@ def test_cut_off_character_is_held_until_it_completes_or_the_answer_ends() -> No
     assert stream(tokenizer, [[first]]) == ["", REPLACEMENT]
 
 
+def test_bytes_of_a_character_may_lie_apart() -> None:
+    tokenizer = vocabularies.byte_level()
+    *begun, last = tokenizer.encode("😀", add_special_tokens=False)
+    letters = tokenizer.encode("a" * 45, add_special_tokens=False)
+    apart = [begun[0], *[tokenizer.eos_token_id] * 6, *begun[1:]]
+    assert stream(tokenizer, [[*letters, *apart], [last], letters]) == ["a" * 45, "😀", "a" * 45, ""]
+
+
 def test_text_without_spaces_flows() -> None:
     tokenizer = vocabularies.byte_level()
     tokens = tokenizer.encode("中文" * 25, add_special_tokens=False)
@@ -363,6 +372,14 @@ def test_pieces_begin_with_their_spaces() -> None:
     tokenizer = vocabularies.wordpiece()
     tokens = tokenizer.convert_tokens_to_ids(["play", "##ing", "don", "##s", "中"])
     assert stream(tokenizer, one_by_one(tokens)) == ["play", "ing", " don", "s", " 中", ""]
+
+
+def test_streamed_answer_of_byte_tokens_is_one_decode_of_all() -> None:
+    tokenizer = vocabularies.sentencepiece()
+    target = tiny.TorchTarget(tiny.model("llama", vocab_size=len(tokenizer)), tokenizer, "bytes")
+    responses = list(dflash.stream_generate(target, "ngram", tokenizer, [5, 70, 200], max_tokens=100, seed=3))
+    decode = vocabularies.decoder(tokenizer)
+    assert "".join(r.text for r in responses) == decode([token for r in responses for token in r.tokens])
 
 
 def long_answers() -> dict[str, tuple[str, list[int]]]:
@@ -417,6 +434,7 @@ def scan(stop: Sequence[str], pieces: Sequence[str]) -> tuple[str, bool]:
         (["one", "two"], ["it is two or one"], ("it is ", True)),
         (["abcd", "bc"], ["abcd"], ("a", True)),
         (["abcd", "bc"], ["a", "b", "c", "d"], ("a", True)),
+        (["abcd", "bc"], ["xabcd"], ("xa", True)),
         (["bc", "abc"], ["abc"], ("", True)),
         (["\n\n"], ["a\n", "\nb"], ("a", True)),
         ("END", ["the END"], ("the ", True)),
@@ -446,7 +464,7 @@ def first_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
 
 @given(
     stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
-    pieces=st.lists(st.text("ab", max_size=5), max_size=8),
+    pieces=st.lists(st.text("ab", max_size=8), max_size=6),
 )
 @seeded
 def test_stop_strings_do_not_depend_on_the_pieces(stop: list[str], pieces: list[str]) -> None:

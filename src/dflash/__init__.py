@@ -12,8 +12,6 @@ Importing this package imports neither torch nor mlx: a backend is imported by `
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +35,7 @@ __all__ = [
     "stream_generate",
 ]
 
-BACKENDS = ("torch", "mlx")
+BACKENDS = ("torch",)
 
 
 def load(
@@ -52,7 +50,7 @@ def load(
 
     Args:
         id_or_path: a hub id, a local folder, a ``.gguf`` file, or the alias ``smollm2-135m``.
-        backend: "torch" or "mlx"; by default mlx on Apple silicon where installed, else torch.
+        backend: "torch", the default.
         dtype: "float32", "bfloat16", "float16" or the framework's; by default float32 on CPU, elsewhere
             the checkpoint's own.
         device: for example "cpu", "cuda", "mps"; by default the best there is.
@@ -101,9 +99,7 @@ def load_draft(
 
 
 def _backend(name: str | None) -> Any:
-    if name is None:
-        apple = platform.system() == "Darwin" and platform.machine() == "arm64"
-        name = "mlx" if apple and importlib.util.find_spec("mlx_lm") is not None else "torch"
+    name = name or BACKENDS[0]
     if name not in BACKENDS:
         raise RequestError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
     return importlib.import_module(f"dflash.backends.{name}.load")

@@ -68,12 +68,34 @@ def locate_draft(id_or_path: str | Path, revision: str | None = None) -> Path:
     if path.is_file():
         raise ModelNotFound(f"{path} is a file: give the folder of the draft")
     _refuse_missing_path(str(id_or_path))
+    return _fetch(str(id_or_path), revision, ["*.json", "*.safetensors"])
+
+
+def fetch_target(name: str, revision: str | None = None, code: bool = False) -> Path:
+    """The folder of a target of the hub. Afterwards nothing is asked of the network any more.
+
+    Args:
+        code: fetch its Python too.
+
+    Raises:
+        ModelNotFound: the hub does not give it, or cannot be reached and it was not fetched before.
+    """
+    tokenizer = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+    folder = _fetch(name, revision, [*tokenizer, "*.safetensors", *(["*.py"] if code else [])])
+    if not any(folder.glob("*.safetensors")):
+        folder = _fetch(name, revision, ["*.bin"])  # an old one: transformers reads only weights from it
+    return folder
+
+
+def _fetch(name: str, revision: str | None, patterns: list[str]) -> Path:
+    # Subfolders and "consolidated" files hold the same weights again, for other programs.
+    others = ["*/*", "consolidated*"]
     try:
-        return Path(snapshot_download(str(id_or_path), revision=revision, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=others))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFound(
-            f"no draft {id_or_path!r}: it is no local folder, and the hub did not give it "
-            f"({str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__})"
+            f"no model {name!r}: it is no local folder, and the hub did not give it "
+            f"({' '.join(str(error).split()) or type(error).__name__})"
         ) from error
 
 
@@ -116,9 +138,8 @@ def find_weights(folder: Path) -> Weights:
     Raises:
         CheckpointError: a file is missing, unreadable or not accounted for.
     """
-    index = folder / _INDEX
-    if index.is_file():
-        return _sharded(folder, index)
+    if (folder / _INDEX).is_file():
+        return _sharded(folder)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")])
@@ -133,7 +154,25 @@ def find_weights(folder: Path) -> Weights:
     return Weights(files, _shapes(files[0]))
 
 
-def _sharded(folder: Path, index: Path) -> Weights:
+def check_files(folder: Path) -> None:
+    """Whether the safetensors files that transformers will read from a folder are there and whole.
+
+    Raises:
+        CheckpointError: naming the file that is not.
+    """
+    if (folder / _INDEX).is_file():
+        for file in _shards(folder)[1].values():
+            _shapes(file)
+    elif (folder / "model.safetensors").is_file():
+        _shapes(folder / "model.safetensors")
+    elif not any(folder.glob("*.bin")):
+        found = "shards but no " + _INDEX if any(folder.glob("*.safetensors")) else "no .safetensors file"
+        raise CheckpointError(f"{folder} has {found}: incomplete download?")
+
+
+def _shards(folder: Path) -> tuple[dict[str, str], dict[str, Path]]:
+    """What the index says: the file of each tensor, and the paths of the files."""
+    index = folder / _INDEX
     try:
         named: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: folder / name for name in sorted(set(named.values()))}
@@ -144,6 +183,11 @@ def _sharded(folder: Path, index: Path) -> Weights:
             raise CheckpointError(f"{index} names {name!r}, which is not a file of this folder")
         if not file.is_file():
             raise CheckpointError(f"{folder} lacks the shard {name} that its index names: incomplete download?")
+    return named, files
+
+
+def _sharded(folder: Path) -> Weights:
+    named, files = _shards(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, file in files.items():
         found = _shapes(file)

@@ -53,7 +53,7 @@ def _check_tokenizer(path: Path, target: Target, refuse: Any) -> None:
         return
     try:
         own = _vocabulary(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise refuse(f"its tokenizer.json cannot be read ({error})") from error
     theirs: Mapping[str, int] = target.tokenizer.get_vocab()
     differing = [token for token, index in own.items() if theirs.get(token, index) != index]

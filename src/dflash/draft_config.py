@@ -7,8 +7,8 @@ refused, never ignored; fields that name code (auto_map, attention implementatio
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,22 @@ from dflash.errors import ConfigError
 
 ARCHITECTURE = "DFlashDraftModel"
 FULL, SLIDING = "full_attention", "sliding_attention"
-ROPE_TYPES = ("default", "linear", "yarn", "llama3")
-"""Rotary scalings whose table does not depend on the length seen so far."""
+ROPE_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""Rotary scalings whose table does not depend on the length seen so far: what each needs, and what it may have."""
 
+MOST_LAYERS = 1000
 _MISSING = object()
 _SIZES = (
     "hidden_size",
     "intermediate_size",
-    "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
@@ -76,53 +84,67 @@ class DFlashConfig:
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        n = self.num_hidden_layers
+        _positive("num_hidden_layers", self.num_hidden_layers, MOST_LAYERS)
         if not self.layer_types:
-            object.__setattr__(self, "layer_types", (FULL,) * n)
+            object.__setattr__(self, "layer_types", (FULL,) * self.num_hidden_layers)
         if not self.causal:
             # Absent means: sliding layers are causal inside the block, full layers see all of it.
             object.__setattr__(self, "causal", tuple(kind == SLIDING for kind in self.layer_types))
-        self._check()
+        self._check_sizes()
+        self._check_layers()
+        self._check_draft()
+        _check_rope(self.rope_parameters)
 
-    def _check(self) -> None:
-        n = self.num_hidden_layers
+    def _check_sizes(self) -> None:
         for name in _SIZES:
             _positive(name, getattr(self, name))
-        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 2:
-            raise ConfigError(f"block_size must be a whole number of at least 2, not {self.block_size!r}")
-        if len(self.layer_types) != n:
-            raise ConfigError(f"layer_types names {len(self.layer_types)} layers, num_hidden_layers says {n}")
-        strange = sorted(set(self.layer_types) - {FULL, SLIDING})
-        if strange:
-            raise ConfigError(f"unknown layer type {strange[0]!r}: a DFlash draft has {FULL} and {SLIDING} layers")
-        if SLIDING in self.layer_types:
-            if self.sliding_window is None:
-                raise ConfigError("layer_types has sliding layers, but sliding_window is missing")
-            _positive("sliding_window", self.sliding_window)
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key-value heads"
             )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even for rotary positions, not {self.head_dim}")
+        for name in ("input_embedding_scale", "output_multiplier", "rms_norm_eps"):
+            _positive_number(name, getattr(self, name))
+        if self.final_logit_softcapping is not None:
+            _positive_number("final_logit_softcapping", self.final_logit_softcapping)
+        if not isinstance(self.attention_bias, bool):
+            raise ConfigError(f"attention_bias must be true or false, not {self.attention_bias!r}")
+        if self.dtype is not None and not isinstance(self.dtype, str):
+            raise ConfigError(f"dtype must be the name of one, not {self.dtype!r}")
+
+    def _check_layers(self) -> None:
+        n = self.num_hidden_layers
+        strange = [kind for kind in self.layer_types if kind not in (FULL, SLIDING)]
+        if strange:
+            raise ConfigError(f"unknown layer type {strange[0]!r}: a DFlash draft has {FULL} and {SLIDING} layers")
+        if len(self.layer_types) != n:
+            raise ConfigError(f"layer_types names {len(self.layer_types)} layers, num_hidden_layers says {n}")
+        if len(self.causal) != n or not all(isinstance(value, bool) for value in self.causal):
+            raise ConfigError(f"is_causal must be true, false or one of them for each layer, not {self.causal!r}")
+        if SLIDING in self.layer_types:
+            if self.sliding_window is None:
+                raise ConfigError("layer_types has sliding layers, but sliding_window is missing")
+            _positive("sliding_window", self.sliding_window)
+
+    def _check_draft(self) -> None:
+        if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 2:
+            raise ConfigError(f"block_size must be a whole number of at least 2, not {self.block_size!r}")
+        if isinstance(self.mask_token_id, bool) or not isinstance(self.mask_token_id, int) or self.mask_token_id < 0:
+            raise ConfigError(f"mask_token_id must be a token id, not {self.mask_token_id!r}")
         ids = self.target_layer_ids
         if not ids or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
             raise ConfigError(f"target_layer_ids must be layer numbers of the target, not {list(ids)!r}")
         if len(set(ids)) != len(ids):
             raise ConfigError(f"target_layer_ids names a layer twice: {list(ids)}")
-        if self.num_target_layers is not None and max(ids) >= self.num_target_layers:
+        if self.num_target_layers is None:
+            return
+        _positive("num_target_layers", self.num_target_layers)
+        if max(ids) >= self.num_target_layers:
             raise ConfigError(
                 f"target_layer_ids names layer {max(ids)}, but the draft's own num_target_layers is "
                 f"{self.num_target_layers} (valid ids are 0 to {self.num_target_layers - 1})"
             )
-        if isinstance(self.mask_token_id, bool) or not isinstance(self.mask_token_id, int) or self.mask_token_id < 0:
-            raise ConfigError(f"mask_token_id must be a token id, not {self.mask_token_id!r}")
-        for name in ("input_embedding_scale", "output_multiplier", "rms_norm_eps"):
-            _positive_number(name, getattr(self, name))
-        if self.final_logit_softcapping is not None:
-            _positive_number("final_logit_softcapping", self.final_logit_softcapping)
-        _positive_number("rope_theta", self.rope_parameters.get("rope_theta"))
-        scaling = self.rope_parameters.get("rope_type")
-        if scaling not in ROPE_TYPES:
-            raise ConfigError(f"rope_type {scaling!r} is not supported; known are {', '.join(ROPE_TYPES)}")
 
     @property
     def rope_theta(self) -> float:
@@ -141,7 +163,7 @@ class DFlashConfig:
             raise ConfigError(f"{folder} has no config.json: is it the folder of a DFlash draft?")
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(raw, dict):
             raise ConfigError(f"{path} must hold a JSON object, not {type(raw).__name__}")
@@ -174,7 +196,10 @@ class DFlashConfig:
         if self.final_logit_softcapping is not None:
             nested["final_logit_softcapping"] = self.final_logit_softcapping
         if self.causal != tuple(kind == SLIDING for kind in self.layer_types):
-            nested["is_causal"] = self.causal[0] if len(set(self.causal)) == 1 else list(self.causal)
+            uniform = len(set(self.causal)) == 1
+            nested["is_causal"] = self.causal[0] if uniform else list(self.causal)
+            if uniform:
+                nested["causal"] = self.causal[0]
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "qwen3",
@@ -208,26 +233,37 @@ class DFlashConfig:
 
 # --- the published format ---------------------------------------------------------------------------
 
-_SUPPORTED = {"hidden_act": "silu", "attention_dropout": 0.0}
-"""Fields with the one value this package computes; the default where they are absent."""
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_dropout": (0.0, None),
+    "attention_mode": ("gqa", "mha", None),
+    "partial_rotary_factor": (1.0, None),
+    "projector_type": ("dflash", None),
+}
+"""Fields, and the values of them that are computed here. Where absent they have one of these."""
+
+_SAME = {"draft_vocab_size": "vocab_size", "target_hidden_size": "hidden_size"}
+"""Fields that must agree with another where they are given: a draft may not differ from its target in them."""
 
 _FOREIGN = (
-    "draft_vocab_size",
-    "conv_kernel_size",
+    "attention_gate",
+    "attention_modes",
     "conv_group_size",
+    "conv_kernel_size",
+    "fc_norm",
+    "markov_rank",
+    "num_experts",
+    "quantization_config",
+    "sample_from_anchor",
     "selector_rank",
     "selector_top_k",
-    "markov_rank",
-    "fc_norm",
-    "num_experts",
-    "attention_gate",
-    "target_hidden_size",
+    "shift_label",
 )
 """Fields of newer or other drafts that would change the maths; None, False and 0 switch them off."""
 
 
 def _parse_published(raw: Mapping[str, Any]) -> DFlashConfig:
-    architectures = raw.get("architectures") or []
+    architectures = _list("architectures", raw.get("architectures") or [])
     if ARCHITECTURE not in architectures:
         raise ConfigError(
             f"this is no DFlash draft: expected architecture {ARCHITECTURE}, found "
@@ -235,84 +271,99 @@ def _parse_published(raw: Mapping[str, Any]) -> DFlashConfig:
         )
     if raw.get("model_type", "qwen3") != "qwen3":
         raise ConfigError(f"model_type must be 'qwen3' (the draft's layer kind), not {raw['model_type']!r}")
-    nested = raw.get("dflash_config") or {}
-    if not isinstance(nested, Mapping):
-        raise ConfigError(f"dflash_config must be an object, not {nested!r}")
-    return _build(raw, nested)
+    return _build(raw, _object("dflash_config", raw.get("dflash_config")))
 
 
 def _build(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> DFlashConfig:
     """From layer fields in ``raw`` and draft fields in ``nested``, or else in ``raw``: newer configs nest them."""
-    for name, value in _SUPPORTED.items():
-        if raw.get(name, value) != value:
-            raise ConfigError(f"{name} = {raw[name]!r} is not supported; DFlash drafts have {value!r}")
-    for name in _FOREIGN:
-        value = nested.get(name, raw.get(name))
-        if value not in (None, False, 0):
-            raise ConfigError(f"{name} = {value!r} belongs to another kind of draft, which is not supported")
 
     def either(name: str, default: Any = _MISSING) -> Any:
-        value = nested.get(name, raw.get(name))
-        if value is None:
-            if default is _MISSING:
-                raise ConfigError(f"{name} is missing from the draft's config: it cannot be guessed")
-            return default
-        return value
+        value = nested.get(name)
+        value = raw.get(name) if value is None else value
+        if value is None and default is _MISSING:
+            raise ConfigError(f"{name} is missing from the draft's config: it cannot be guessed")
+        return default if value is None else value
 
-    layers = _need(raw, "num_hidden_layers")
-    if isinstance(layers, bool) or not isinstance(layers, int):
-        raise ConfigError(f"num_hidden_layers must be a whole number, not {layers!r}")
-    heads, hidden = _need(raw, "num_attention_heads"), _need(raw, "hidden_size")
-    types = tuple(raw.get("layer_types") or (FULL,) * layers)
+    _refuse_other_drafts(either)
+    layers = _positive("num_hidden_layers", _need(raw, "num_hidden_layers"), MOST_LAYERS)
+    heads = _positive("num_attention_heads", _need(raw, "num_attention_heads"))
+    hidden = _positive("hidden_size", _need(raw, "hidden_size"))
+    types = _layer_types(raw, layers)
+    causal = either("is_causal", either("causal", ()))
     return DFlashConfig(
         hidden_size=hidden,
         intermediate_size=_need(raw, "intermediate_size"),
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or hidden // heads,
+        num_key_value_heads=_given(raw, "num_key_value_heads", heads),
+        head_dim=_given(raw, "head_dim", hidden // heads),
         vocab_size=_need(raw, "vocab_size"),
         rms_norm_eps=_need(raw, "rms_norm_eps"),
         max_position_embeddings=_need(raw, "max_position_embeddings"),
         rope_parameters=_rope(raw),
-        target_layer_ids=_tuple("target_layer_ids", either("target_layer_ids")),
+        target_layer_ids=tuple(_list("target_layer_ids", either("target_layer_ids"))),
         mask_token_id=either("mask_token_id"),
         block_size=either("block_size"),
         num_target_layers=either("num_target_layers", None),
         layer_types=types,
         sliding_window=raw.get("sliding_window") if SLIDING in types else None,
-        causal=_causal(either("is_causal", None), types),
-        attention_bias=bool(raw.get("attention_bias", False)),
+        causal=(causal,) * layers if isinstance(causal, bool) else tuple(_list("is_causal", causal)),
+        attention_bias=_given(raw, "attention_bias", False),
         input_embedding_scale=either("input_embedding_scale", 1.0),
         output_multiplier=either("output_multiplier", 1.0),
         final_logit_softcapping=either("final_logit_softcapping", None),
-        dtype=raw.get("dtype") or raw.get("torch_dtype"),
+        dtype=_given(raw, "dtype", raw.get("torch_dtype")),
     )
+
+
+def _refuse_other_drafts(field: Callable[[str, Any], Any]) -> None:
+    """Refuse what would be computed wrongly here."""
+    for name, values in _SUPPORTED.items():
+        if (value := field(name, values[-1])) not in values:
+            raise ConfigError(f"{name} = {value!r} is not supported; DFlash drafts have {values[0]!r}")
+    for name, other in _SAME.items():
+        if (value := field(name, None)) not in (None, field(other, None)):
+            raise ConfigError(f"{name} = {value!r} differs from {other} = {field(other, None)!r}: not supported")
+    for name in _FOREIGN:
+        if (value := field(name, None)) not in (None, False, 0):
+            raise ConfigError(f"{name} = {value!r} belongs to another kind of draft, which is not supported")
+
+
+def _layer_types(raw: Mapping[str, Any], layers: int) -> tuple[Any, ...]:
+    types = tuple(_list("layer_types", raw.get("layer_types") or [FULL] * layers))
+    if raw.get("use_sliding_window") and raw.get("layer_types") is None:
+        raise ConfigError("use_sliding_window is on, but layer_types is missing: which layers slide cannot be guessed")
+    if raw.get("use_sliding_window") is False and SLIDING in types:
+        raise ConfigError("layer_types has sliding layers, but use_sliding_window is off")
+    return types
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Nested wins, flat is the fallback, neither is an error: a wrong base is silent and ruins long prompts."""
-    nested = dict(raw.get("rope_parameters") or {})
-    scaling = dict(raw.get("rope_scaling") or {})
-    theta = nested.get("rope_theta", scaling.get("rope_theta", raw.get("rope_theta")))
-    if theta is None:
+    given = {
+        "rope_type": "default",
+        "rope_theta": raw.get("rope_theta"),
+        **_rope_fields(raw, "rope_scaling"),
+        **_rope_fields(raw, "rope_parameters"),
+    }
+    if given["rope_theta"] is None:
         raise ConfigError("rope_theta is missing from the draft's config (looked for it flat and in rope_parameters)")
-    rope = {**scaling, **nested, "rope_theta": theta}
-    kind = rope.pop("type", None)
-    rope.setdefault("rope_type", kind or "default")
-    if rope["rope_type"] == "default":
-        return {"rope_type": "default", "rope_theta": theta}
-    return rope
+    if given["rope_type"] == "default":  # no scaling, whatever else is there
+        scaling = {name for needed, optional in ROPE_FIELDS.values() for name in (*needed, *optional)}
+        return {name: value for name, value in given.items() if name not in scaling}
+    return given
 
 
-def _causal(value: Any, types: tuple[str, ...]) -> tuple[bool, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, bool):
-        return (value,) * len(types)
-    if isinstance(value, list) and len(value) == len(types) and all(isinstance(v, bool) for v in value):
-        return tuple(value)
-    raise ConfigError(f"is_causal must be true, false or one of them for each layer, not {value!r}")
+def _rope_fields(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What one of the two objects says; ``type`` is the older name of ``rope_type``."""
+    fields = {key: value for key, value in _object(name, raw.get(name)).items() if value is not None}
+    if "type" in fields:
+        fields.setdefault("rope_type", fields.pop("type"))
+    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"a partial_rotary_factor in {name} is not supported; DFlash drafts rotate whole heads")
+    for image in ("mrope_section", "mrope_interleaved"):  # in text all axes have the same position
+        fields.pop(image, None)
+    return fields
 
 
 # --- the speculators format -------------------------------------------------------------------------
@@ -322,24 +373,34 @@ def _parse_speculators(raw: Mapping[str, Any]) -> DFlashConfig:
     kind = raw["speculators_model_type"]
     if kind != "dflash":
         raise ConfigError(f"speculators_model_type must be 'dflash', not {kind!r}")
-    if raw.get("sample_from_anchor"):
-        raise ConfigError("sample_from_anchor = true is another labelling of the block, which is not supported")
-    layer = raw.get("transformer_layer_config")
-    if not isinstance(layer, Mapping):
-        raise ConfigError("transformer_layer_config is missing from the draft's config")
-    draft_vocab = raw.get("draft_vocab_size")
-    if draft_vocab not in (None, layer.get("vocab_size")):
-        raise ConfigError(
-            f"draft_vocab_size = {draft_vocab} differs from the target's {layer.get('vocab_size')}: "
-            "drafts with a vocabulary of their own are not supported"
-        )
-    ids = _tuple("aux_hidden_state_layer_ids", _need(raw, "aux_hidden_state_layer_ids"))
+    ids = _list("aux_hidden_state_layer_ids", _need(raw, "aux_hidden_state_layer_ids"))
+    for i in ids:
+        _positive("an id in aux_hidden_state_layer_ids", i)
+    layer = _object("transformer_layer_config", _need(raw, "transformer_layer_config"))
+    above = {name: raw[name] for name in _ABOVE_LAYER if raw.get(name) is not None}
     draft = {
         "target_layer_ids": [i - 1 for i in ids],  # they name a tap by the layer it enters
         "mask_token_id": raw.get("mask_token_id"),
         "block_size": raw.get("block_size"),
     }
-    return _build({"dtype": raw.get("dtype") or raw.get("torch_dtype"), **layer}, draft)
+    # Older files lack the field: then no layer is causal inside the block. Full layers never are.
+    if _given(raw, "sliding_window_non_causal", True):
+        draft["is_causal"] = False
+    return _build({**layer, **above}, draft)
+
+
+_ABOVE_LAYER = (
+    "draft_vocab_size",
+    "dtype",
+    "layer_types",
+    "quantization_config",
+    "sample_from_anchor",
+    "sliding_window",
+    "target_hidden_size",
+    "torch_dtype",
+    "use_sliding_window",
+)
+"""Layer fields that the speculators format also has at the top, where they win."""
 
 
 # --- checks -----------------------------------------------------------------------------------------
@@ -352,18 +413,53 @@ def _need(raw: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+def _given(raw: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = raw.get(name)
+    return default if value is None else value
+
+
+def _list(name: str, value: Any) -> Sequence[Any]:
     if not isinstance(value, (list, tuple)):
         raise ConfigError(f"{name} must be a list, not {value!r}")
-    return tuple(value)
+    return value
 
 
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+def _object(name: str, value: Any) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigError(f"{name} must be an object, not {value!r}")
+    return value or {}
+
+
+def _check_rope(rope: Mapping[str, Any]) -> None:
+    kind = rope.get("rope_type")
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
+        raise ConfigError(f"rope_type {kind!r} is not supported; known are {', '.join(ROPE_FIELDS)}")
+    needed, optional = ROPE_FIELDS[kind]
+    for name in ("rope_theta", *needed):
+        if name not in rope:
+            raise ConfigError(f"{name} is missing from the draft's rope_parameters (rope_type is {kind!r})")
+    for name, value in rope.items():
+        if name == "truncate" and name in optional and isinstance(value, bool):
+            continue
+        if name not in ("rope_type", "rope_theta", *needed, *optional):
+            raise ConfigError(f"rope_parameters has {name!r}, which is not known for rope_type {kind!r}")
+        if name != "rope_type":
+            _positive_number(name, value)
+    if rope["rope_theta"] <= 1:
+        raise ConfigError(f"rope_theta must be above 1, not {rope['rope_theta']!r}")
+    if rope.get("factor", 1) < 1:
+        raise ConfigError(f"factor in rope_parameters must be at least 1, not {rope['factor']!r}")
+    if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        raise ConfigError("high_freq_factor must be above low_freq_factor")
+
+
+def _positive(name: str, value: Any, most: int = 2**31 - 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
+    return value
 
 
 def _positive_number(name: str, value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value <= 0:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value <= sys.float_info.max:
         raise ConfigError(f"{name} must be a positive number, not {value!r}")

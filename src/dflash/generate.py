@@ -14,7 +14,7 @@ from dflash.errors import RequestError
 from dflash.limits import Output
 from dflash.protocols import Drafter, Target
 from dflash.sampling import SamplingParams
-from dflash.text import Prompt, encode_prompt
+from dflash.text import Prompt, byte_tokens, encode_prompt
 
 DraftLike = Drafter | str | None
 """A DFlash draft, another drafter, "ngram", "none", or None for plain decoding."""
@@ -117,7 +117,8 @@ def stream_generate(
         RequestError: a prompt or an option that cannot be served.
         IncompatibleDraft: the draft was made for another target.
     """
-    sampling = SamplingParams(temperature, top_p, top_k, min_p, repetition_penalty, dict(logit_bias or {}), seed)
+    bias = {} if logit_bias is None else logit_bias
+    sampling = SamplingParams(temperature, top_p, top_k, min_p, repetition_penalty, bias, seed)
     tokenizer = model.tokenizer if tokenizer is None else tokenizer
     ids = encode_prompt(tokenizer, prompt, enable_thinking=enable_thinking)
     rounds = start(
@@ -198,14 +199,7 @@ def start(
     if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
         raise RequestError(f"prefill_chunk must be a whole number of at least 1, not {prefill_chunk!r}")
     drafter = as_drafter(draft)
-    stop_ids = model.eos_ids | _eos_of(tokenizer)
-
-    def to_text(ids: list[int]) -> str:
-        text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
-
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
-    outputs = [Output(to_text, max_tokens, stop_ids, stops) for _ in prompts]
+    outputs = [new_output(model, tokenizer, max_tokens, stop) for _ in prompts]
     requests = [Request(*row) for row in zip(prompts, sampling, outputs, strict=True)]
     rounds = decode(
         model,
@@ -216,6 +210,17 @@ def start(
         prefill_chunk=prefill_chunk,
     )
     return Rounds(outputs, rounds)
+
+
+def new_output(model: Target, tokenizer: Any, max_tokens: int, stop: str | Sequence[str] = ()) -> Output:
+    """An empty answer of this model, to be read with this tokenizer."""
+
+    def to_text(ids: list[int]) -> str:
+        text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    own = frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
+    return Output(to_text, max_tokens, model.eos_ids | own, stop, byte_tokens(tokenizer))
 
 
 def as_drafter(draft: DraftLike) -> Drafter:
@@ -258,10 +263,6 @@ def choose_block(drafter: Drafter, block_size: int | None) -> int:
             stacklevel=4,
         )
     return block_size
-
-
-def _eos_of(tokenizer: Any) -> frozenset[int]:
-    return frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
 
 
 def _responses(model: Target, batch: Rounds, prompt_tokens: int) -> Iterator[Response]:

@@ -25,6 +25,7 @@ class Output:
         max_tokens: int,
         stop_ids: frozenset[int] = frozenset(),
         stop: Sequence[str] = (),
+        byte_ids: frozenset[int] = frozenset(),
     ) -> None:
         """
         Args:
@@ -32,6 +33,7 @@ class Output:
             max_tokens: at least 1.
             stop_ids: ids that end the answer, the model's EOS ids among them.
             stop: strings that end the answer, wherever token boundaries fall.
+            byte_ids: see ``text.byte_tokens``.
 
         Raises:
             RequestError: ``max_tokens`` is not a positive whole number, or a stop string is empty.
@@ -42,7 +44,7 @@ class Output:
         self.finish_reason: str | None = None
         self._max_tokens = max_tokens
         self._stop_ids = stop_ids
-        self._detokenizer = Detokenizer(decode)
+        self._detokenizer = Detokenizer(decode, byte_ids)
         self._scanner = StopScanner(stop)
 
     @property

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from dflash.errors import RequestError
+
+_LARGEST = 3.4e38
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,12 @@ class SamplingParams:
             isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63
         ):
             raise RequestError(f"seed must be a whole number from 0 to 2**63 - 1, or None, not {self.seed!r}")
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}")
         for token, bias in self.logit_bias.items():
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise RequestError(f"logit_bias maps token ids (whole numbers) to numbers; {token!r} is no token id")
-            if math.isnan(bias) or bias == math.inf:
+            if not _is_number(bias) and bias != -math.inf:
                 raise RequestError(f"logit_bias of token {token} must be finite or -inf (ban), not {bias!r}")
 
     @property
@@ -67,7 +72,12 @@ class SamplingParams:
 
 
 def _in_range(name: str, value: float, low: float, high: float, hint: str, open_low: bool = False) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (open_low and value == low):
+    if not _is_number(value) or not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise RequestError(f"{name} must be a number in {bracket}{low:g}, {high:g}] ({hint}), not {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    """Finite, as the float32 it becomes. NaN is in no range."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and -_LARGEST <= value <= _LARGEST

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from dflash.errors import RequestError
@@ -42,34 +43,58 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, *, enable_thinking: bool | Non
     """
     if isinstance(prompt, str):
         return _encode_string(tokenizer, prompt)
-    ids: Any = prompt
-    if isinstance(prompt, Mapping):
-        if "input_ids" not in prompt:
-            raise RequestError("a mapping as prompt must have 'input_ids'; for one chat message pass a list of it")
-        ids = prompt["input_ids"]
-    if isinstance(ids, TokenArray):
-        ids = ids.tolist()
-    items: list[Any] = list(ids)
-    if len(items) == 1 and isinstance(items[0], (list, tuple)):
-        items = list(items[0])
+    items = _items(prompt)
     if not items:
         raise RequestError("the prompt is empty: give text, token ids or chat messages")
     if all(isinstance(item, Mapping) for item in items):
         return _encode_messages(tokenizer, items, enable_thinking)
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        return items
-    raise RequestError("the prompt must be one string, one list of token ids, or one list of chat messages")
+    if all(isinstance(item, Integral) and not isinstance(item, bool) for item in items):
+        return [int(item) for item in items]
+    raise RequestError(_WHAT_A_PROMPT_IS)
+
+
+_WHAT_A_PROMPT_IS = "the prompt must be one string, one list of token ids, or one list of chat messages"
+
+
+def _items(prompt: Any) -> list[Any]:
+    """The token ids or messages of a prompt that is no string; an outer list of one is taken off."""
+    if isinstance(prompt, Mapping):
+        if "input_ids" not in prompt:
+            raise RequestError("a mapping as prompt must have 'input_ids'; for one chat message pass a list of it")
+        prompt = prompt["input_ids"]
+    if isinstance(prompt, TokenArray):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
+        raise RequestError(f"{_WHAT_A_PROMPT_IS}, not {type(prompt).__name__}")
+    if len(prompt) == 1 and isinstance(prompt[0], (list, tuple, TokenArray)):
+        return _items(prompt[0])
+    return list(prompt)
 
 
 def _encode_string(tokenizer: Any, text: str) -> list[int]:
     """A rendered chat template already begins with its special tokens: adding them again would give two BOS."""
     if not text:
         raise RequestError("the prompt is empty: give text, token ids or chat messages")
-    rendered = any(text.startswith(token) for token in tokenizer.all_special_tokens if token)
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=not rendered)
+    rendered = any(text.startswith(token) for token in _special_tokens(tokenizer) if token)
+    try:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=not rendered)
+    except (TypeError, UnicodeError) as error:
+        raise RequestError("the prompt is not valid Unicode text (it has half a surrogate pair)") from error
     if not ids:
         raise RequestError("the prompt has no tokens: give some text")
     return ids
+
+
+def _special_tokens(tokenizer: Any) -> set[str]:
+    """Those with a role, and those only marked as special: chat markers are often not declared otherwise."""
+    core = _core(tokenizer)
+    marked = () if core is None else core.get_added_tokens_decoder().values()
+    return {*tokenizer.all_special_tokens, *(token.content for token in marked if token.special)}
+
+
+def _core(tokenizer: Any) -> Any:
+    """What a tokenizer of the ``tokenizers`` library wraps; None for one written in Python or Mistral's own."""
+    return getattr(tokenizer, "backend_tokenizer", None)
 
 
 def _encode_messages(tokenizer: Any, messages: Sequence[Message], enable_thinking: bool | None) -> list[int]:
@@ -83,7 +108,7 @@ def _encode_messages(tokenizer: Any, messages: Sequence[Message], enable_thinkin
         encoded = tokenizer.apply_chat_template(
             plain, tokenize=True, add_generation_prompt=True, return_dict=True, **options
         )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise RequestError(f"the chat template refuses these messages: {error}") from error
     return list(encoded["input_ids"])
 
@@ -116,13 +141,14 @@ def repair_decoder(tokenizer: Any) -> None:
     Some converted tokenizers split bytes on the way in but carry a sentencepiece decoder, and would
     print "HelloĠHow". The pre-tokenizer decides (ml-explore/mlx-lm #1041). Changes only the object given.
     """
-    if not tokenizer.is_fast:
+    core = _core(tokenizer)
+    if core is None:
         return
-    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    spec = json.loads(core.to_str())
     if _has_byte_level(spec.get("pre_tokenizer")) and not _has_byte_level(spec.get("decoder")):
         from tokenizers import decoders
 
-        tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
+        core.decoder = decoders.ByteLevel()
 
 
 def _has_byte_level(spec: Any) -> bool:
@@ -139,25 +165,33 @@ class Detokenizer:
     """Text of a growing list of tokens, piece by piece; the pieces joined are one decode of all tokens.
 
     Tokens are decoded in a window that starts a few tokens back, for a token's text may depend on the
-    ones before it. A tail that later bytes may still complete is held back; bytes that never can be
-    completed come out as the decoder prints them.
+    ones before it. A tail that later tokens may still change is held back: the bytes of a character cut
+    off, and a run of byte tokens. Bytes that never can be completed come out as the decoder prints them.
     """
 
-    _WINDOW = 48  # tokens decoded at most, give or take a block
+    _WINDOW = 48  # tokens decoded at most, give or take a block and a run of byte tokens
     _OVERLAP = 8  # tokens of context when the window moves on
 
-    def __init__(self, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str], byte_ids: frozenset[int] = frozenset()) -> None:
+        """
+        Args:
+            byte_ids: see ``byte_tokens``.
+        """
         self._decode = decode
+        self._byte_ids = byte_ids
         self._ids: list[int] = []  # the window
         self._given = 0  # characters of the window's text already given out
 
     def add(self, tokens: Sequence[int]) -> str:
         """Take in tokens; return the text that has become final."""
         self._ids += tokens
-        text = self._decode(self._ids)
+        settled = len(self._ids)
+        while settled and self._ids[settled - 1] in self._byte_ids:
+            settled -= 1
+        text = self._decode(self._ids[:settled])
         piece = text[self._given : len(text) - _cut_off(text)]
         self._given += len(piece)
-        if len(self._ids) > self._WINDOW and self._given == len(text):
+        if settled == len(self._ids) > self._WINDOW:
             self._move(text)
         return piece
 
@@ -168,16 +202,34 @@ class Detokenizer:
         return piece
 
     def _move(self, text: str) -> None:
-        """Start the window later, where that leaves the text as it is (not inside a character)."""
+        """Start the window later, if the text still held back and a character before it stay the same."""
+        held = len(text) - self._given
         context = self._decode(self._ids[-self._OVERLAP :])
-        if context and text.endswith(context):
-            self._ids = self._ids[-self._OVERLAP :]
-            self._given = len(context)
+        if len(context) > held and context[-held - 1 :] == text[-held - 1 :]:
+            del self._ids[: -self._OVERLAP]
+            self._given = len(context) - held
+        elif not context and self._decode(self._ids[: -self._OVERLAP]) == text:
+            del self._ids[-self._OVERLAP :]  # tokens without any text
 
 
 def _cut_off(text: str) -> int:
     """Length of the tail that more bytes may complete: at most 3, a character being at most 4 bytes."""
     return min(len(text) - len(text.rstrip(REPLACEMENT)), 3)
+
+
+def byte_tokens(tokenizer: Any) -> frozenset[int]:
+    """Ids of the tokens ``<0x00>`` to ``<0xFF>`` of a sentencepiece-style decoder; empty for any other.
+
+    It reads a run of them as a whole: one byte too few or too many, and all of the run come out as
+    replacement marks. So nothing of a run is final before it ends. Special tokens, which leave no text,
+    do not end a run: they are among these ids too.
+    """
+    core = _core(tokenizer)
+    if core is None or "ByteFallback" not in str(core.decoder):
+        return frozenset()
+    ids = (core.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    special = (i for i, token in core.get_added_tokens_decoder().items() if token.special)
+    return frozenset(i for i in ids if i is not None) | frozenset(special)
 
 
 class StopScanner:
@@ -186,8 +238,8 @@ class StopScanner:
     def __init__(self, stop: Sequence[str]) -> None:
         if isinstance(stop, str):
             stop = (stop,)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise RequestError("stop strings must be non-empty texts")
+        if not isinstance(stop, (list, tuple)) or not all(isinstance(text, str) and text for text in stop):
+            raise RequestError(f"stop must be a non-empty text or a list of them, not {stop!r}")
         self._stop = tuple(stop)
         self._held = ""
         self.found = False
@@ -200,10 +252,11 @@ class StopScanner:
     def add(self, text: str) -> str:
         """Take in text; return what is certainly before any stop string."""
         self._held += text
-        hits = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        # The one that is complete first ends the text, so that it does not matter in what pieces the text came.
+        hits = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if hits:
             self.found = True
-            before, self._held = self._held[: min(hits)], ""
+            before, self._held = self._held[: min(hits)[1]], ""
             return before
         held = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         before, self._held = self._held[: len(self._held) - held], self._held[len(self._held) - held :]

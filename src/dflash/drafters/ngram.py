@@ -26,10 +26,13 @@ class NGramDrafter:
     taps: tuple[int, ...] = ()
 
     def __init__(self, block_size: int = 8, max_ngram: int = 4, min_ngram: int = 2) -> None:
-        if block_size < 2:
-            raise RequestError(f"block_size must be at least 2, not {block_size}; for plain decoding pass draft=None")
-        if not 1 <= min_ngram <= max_ngram:
-            raise RequestError(f"n-gram lengths must satisfy 1 <= min <= max, not {min_ngram} and {max_ngram}")
+        if not _whole(block_size) or block_size < 2:
+            raise RequestError(
+                f"block_size must be a whole number of at least 2, not {block_size!r}; "
+                "for plain decoding pass draft=None"
+            )
+        if not (_whole(min_ngram) and _whole(max_ngram) and 1 <= min_ngram <= max_ngram):
+            raise RequestError(f"n-gram lengths must satisfy 1 <= min <= max, not {min_ngram!r} and {max_ngram!r}")
         self.block_size = block_size
         self.sizes = range(max_ngram, min_ngram - 1, -1)
 
@@ -56,9 +59,12 @@ class _History:
 
     def continuation(self, pending: int, room: int) -> list[int]:
         """What followed the latest earlier occurrence of the longest known n-gram, at most ``room`` tokens."""
-        recent = [*self.tokens[max(0, len(self.tokens) - self.sizes.start + 1) :], pending]
+        recent = [*self.tokens[max(0, len(self.tokens) - self.sizes.start) :], pending]
         for n in self.sizes:
-            end = self._ends.get(tuple(recent[-n:])) if len(recent) >= n else None
+            ending = tuple(recent[-n:])
+            end = self._ends.get(ending) if len(recent) >= n else None
+            if len(recent) > n and ending == tuple(recent[-n - 1 : -1]):
+                end = len(self.tokens)  # a run of one token, which so far only the pending one follows
             if end is not None:
                 return self._read_on(end, pending, room)
         return []
@@ -69,6 +75,10 @@ class _History:
         while len(found) < room:
             found.append(found[len(found) - (len(self.tokens) + 1 - end)])
         return found
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 class _Lookup:

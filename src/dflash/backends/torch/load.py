@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.gguf import unpacked
 from dflash.backends.torch.target import TorchTarget
-from dflash.checkpoint import Weights, find_weights, locate, locate_draft
+from dflash.checkpoint import Weights, check_files, fetch_target, find_weights, locate, locate_draft
 from dflash.draft_config import DFlashConfig
-from dflash.errors import CheckpointError, ModelNotFound, RequestError, UnsupportedTarget
+from dflash.errors import CheckpointError, RequestError, UnsupportedTarget
 from dflash.protocols import Proposal
 from dflash.text import repair_decoder
 
@@ -34,34 +36,66 @@ def load(
     """See ``dflash.load``."""
     place = locate(id_or_path)
     device = _device(device)
-    options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     chosen = _dtype(dtype, device, "auto" if place.gguf is None else torch.bfloat16)
-    try:
-        source = place.source if place.gguf is None else str(unpacked(Path(place.source) / place.gguf, chosen))
-        config = AutoConfig.from_pretrained(source, **options)
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-        if model_class is None and not trust_remote_code:
-            raise UnsupportedTarget(f"{place.name} ({config.model_type}) is no causal language model of transformers")
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=chosen,
-            # Named here, so that no config can name a kernel to fetch.
-            attn_implementation="sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager",
-            output_loading_info=True,
-            **options,
-        )
-        tokenizer = AutoTokenizer.from_pretrained(source, **options)
-    except OSError as error:
-        raise ModelNotFound(f"cannot load {place.name}: {_first_line(error)}") from error
-    if info["missing_keys"]:
-        raise CheckpointError(
-            f"{place.name} lacks weights for {len(info['missing_keys'])} tensors, {sorted(info['missing_keys'])[0]} "
-            "among them: incomplete download?"
-        )
+    with _blaming(place.name, "GGUF file"):
+        source = None if place.gguf is None else unpacked(Path(place.source) / place.gguf, chosen)
+    if source is None:
+        source = Path(place.source)
+        source = source if source.is_dir() else fetch_target(place.source, revision, trust_remote_code)
+        check_files(source)
+    with _blaming(place.name, "config"):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+    model = _model(place.name, source, config, chosen, trust_remote_code)
+    with _blaming(place.name, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     repair_decoder(tokenizer)
     target = TorchTarget(model.to(device), tokenizer, place.name)
     check_rollback(target)
     return target
+
+
+def _model(name: str, folder: Path, config: Any, dtype: Any, trust_remote_code: bool) -> PreTrainedModel:
+    """The model of a folder, all of its weights found."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None and not trust_remote_code:
+        raise UnsupportedTarget(f"{name} ({config.model_type}) is no causal language model of transformers")
+    # Set here, so that no config can name a kernel to fetch: what it names would be preferred to the argument.
+    config._attn_implementation = "sdpa" if getattr(model_class, "_supports_sdpa", False) else "eager"
+    config._experts_implementation = None
+    with _blaming(name, "weights"):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            ignore_mismatched_sizes=True,  # they are told below
+            output_loading_info=True,
+        )
+    for tensor, found, needed in info["mismatched_keys"]:
+        raise CheckpointError(f"{name}: {tensor} has shape {list(found)}, its config asks for {list(needed)}")
+    if info["missing_keys"]:
+        saved_as = ", ".join(config.architectures or [])
+        raise CheckpointError(
+            f"{name} (saved as {saved_as or 'unknown'}, loaded as {type(model).__name__}) lacks weights for "
+            f"{len(info['missing_keys'])} tensors, {sorted(info['missing_keys'])[0]} among them: incomplete download?"
+        )
+    return model
+
+
+@contextmanager
+def _blaming(name: str, part: str) -> Iterator[None]:
+    """Say in our terms what could not be loaded: transformers raises whatever is at hand, tokenizers bare Exception."""
+    try:
+        yield
+    except ImportError as error:
+        raise UnsupportedTarget(f"{name} needs a package that is not here: {_one_line(error)}") from error
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise UnsupportedTarget(
+                f"{name} comes with Python code of its own, which is not run unless you pass trust_remote_code=True"
+            ) from error
+        kind = UnsupportedTarget if part == "config" and not isinstance(error, OSError) else CheckpointError
+        raise kind(f"transformers cannot read the {part} of {name}: {_one_line(error)}") from error
 
 
 def load_draft(
@@ -86,7 +120,12 @@ def load_draft(
         )
     tensors = {}
     for file in weights.files:
-        tensors.update({k: v.to(device, chosen) for k, v in load_file(file).items() if k in weights.shapes})
+        for name, tensor in load_file(file).items():
+            if tensor.dtype not in DTYPES.values():
+                raise CheckpointError(
+                    f"{folder.name}: {name} is stored as {tensor.dtype}: quantized drafts are not read"
+                )
+            tensors[name] = tensor.to(device, chosen)
     draft.load_state_dict(tensors, assign=True)
     draft.rotary_emb = type(draft.rotary_emb)(draft.rotary_emb.config).to(device)  # its tables are no weights
     return draft.eval().requires_grad_(False)
@@ -139,9 +178,9 @@ def _check_weights(folder: Path, weights: Weights, expected: dict[str, tuple[int
 def _device(device: str | torch.device | None) -> torch.device:
     if device is not None:
         try:
-            return torch.device(device)
-        except RuntimeError as error:
-            raise RequestError(f"unknown device {device!r}: try cpu, cuda or mps") from error
+            return torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
+            raise RequestError(f"no device {device!r} here: try cpu, cuda or mps") from error
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -151,12 +190,11 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device, default: Any) 
     """float32 on CPU, where it is exact and often fastest; elsewhere what the checkpoint was written in."""
     if dtype is None:
         return torch.float32 if device.type == "cpu" else default
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
         raise RequestError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    return DTYPES[name]
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

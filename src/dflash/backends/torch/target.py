@@ -150,13 +150,18 @@ class TorchSession:
             # Only the last token of each prompt is scored: never the whole prompt's logits.
             ends = [len(prompt) - 1 - start for prompt in prompts]
             scored = torch.tensor([[min(max(end, 0), width - 1)] for end in ends])
-            scores = self._read([part + [0] * (width - len(part)) for part in parts], scored)
+            scores, features = self.read([part + [0] * (width - len(part)) for part in parts], counts, scored)
             for row, end in enumerate(ends):
                 if 0 <= end < width:
                     last[row] = scores[row]
-            self.cache.rows.advance(counts)
-            absorb(parts, self._features(counts))
+            absorb(parts, features)
         return torch.stack(last)
+
+    def read(self, tokens: list[list[int]], counts: list[int], scored: Tensor | int) -> tuple[Tensor, Features]:
+        """Commit the first ``counts[r]`` of each row's tokens. Scores as ``TorchTarget.forward``, and features."""
+        scores = self._read(tokens, scored)
+        self.cache.rows.advance(counts)
+        return scores, self._features(counts)
 
     @contextmanager
     def verify(self, pending: list[int], proposal: Proposal) -> Iterator[Ahead]:
