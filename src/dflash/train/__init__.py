@@ -1,0 +1,1 @@
+"""Training a draft: prompts -> answers by the target -> features -> anchors -> loss -> checkpoint."""

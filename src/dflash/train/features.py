@@ -1,0 +1,125 @@
+"""The target's hidden states of training sequences: computed once and kept on disk, or computed as needed.
+
+Recomputing them for every pass costs as much as the training itself, so they are cached, in bfloat16
+safetensors shards, as long as they fit the limit; sequences beyond it are computed on the fly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from dflash.backends.torch.target import TorchSession, TorchTarget
+from dflash.train.data import Sequence
+
+SHARD = 64
+"""Sequences a file."""
+
+CHUNK = 512
+"""Tokens a forward."""
+
+
+class Features:
+    """Taps, and where a loss reads the target's distribution its last normed hidden states, of sequences.
+
+    Args:
+        final: whether the last hidden states are wanted too.
+        folder: of the cache; None computes everything on the fly.
+        limit: bytes the cache may take.
+    """
+
+    def __init__(
+        self, target: TorchTarget, taps: tuple[int, ...], final: bool, folder: Path | None, limit: float = 2e10
+    ) -> None:
+        self.target = target
+        self.taps = taps
+        self.final = final
+        self.folder = folder
+        self.limit = limit
+        self._shards: dict[str, Path] = {}
+
+    def prepare(
+        self, sequences: SequenceOf[Sequence], report: Callable[[int, int], None] = lambda done, of: None
+    ) -> None:
+        """Fill the cache, shard by shard; shards of an earlier run are taken as they are."""
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        used = 0.0
+        for first in range(0, len(sequences), SHARD):
+            part = sequences[first : first + SHARD]
+            used += sum(len(s.ids) for s in part) * self._width() * 2
+            if used > self.limit:
+                break
+            file = self.folder / f"{self._fingerprint(part)}.safetensors"
+            if not file.is_file():
+                self._write(file, part)
+            self._shards |= {s.id: file for s in part}
+            report(min(first + SHARD, len(sequences)), len(sequences))
+
+    def of(self, sequence: Sequence) -> tuple[Tensor, Tensor | None]:
+        """Taps [length, taps * hidden] and last states [length, hidden] or None, bfloat16 (or float32 uncached)."""
+        file = self._shards.get(sequence.id)
+        if file is None:
+            return compute(self.target, self.taps, self.final, sequence.ids)
+        with safe_open(file, framework="pt") as tensors:
+            taps = tensors.get_tensor(f"{sequence.id}/taps")
+            return taps, tensors.get_tensor(f"{sequence.id}/final") if self.final else None
+
+    def _width(self) -> int:
+        return (len(self.taps) + self.final) * self.target.hidden_size
+
+    def _fingerprint(self, part: SequenceOf[Sequence]) -> str:
+        """Of everything the numbers depend on: a cache for other text, taps or another target is not used."""
+        weight = self.target.anatomy.embedding.weight
+        key = [self.target.name, list(weight.shape), str(weight.dtype), float(weight.float().sum()), list(self.taps)]
+        key += [self.final, [[s.id, s.ids] for s in part]]
+        return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+
+    def _write(self, file: Path, part: SequenceOf[Sequence]) -> None:
+        tensors: dict[str, Tensor] = {}
+        for sequence in part:
+            taps, final = compute(self.target, self.taps, self.final, sequence.ids)
+            tensors[f"{sequence.id}/taps"] = taps.bfloat16().cpu()
+            if final is not None:
+                tensors[f"{sequence.id}/final"] = final.bfloat16().cpu()
+        beside = file.with_suffix(".part")
+        save_file(tensors, beside)
+        os.replace(beside, file)
+
+
+def compute(
+    target: TorchTarget, taps: tuple[int, ...], final: bool, ids: SequenceOf[int]
+) -> tuple[Tensor, Tensor | None]:
+    """One sequence through the target: what it taps, and what its head is given."""
+    session = target.start(1, taps, 1, CHUNK)
+    assert isinstance(session, TorchSession)
+    chunks: list[Tensor] = []
+    heads: list[Tensor] = []
+    hook = None
+    if final:
+
+        def given(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            heads.append(args[0][0])
+
+        hook = target.anatomy.head.register_forward_pre_hook(given)
+    try:
+        for first in range(0, len(ids), CHUNK):
+            part = list(ids[first : first + CHUNK])
+            # The head is given what is scored: all of it where its inputs are wanted, else one position.
+            _, features = session.read([part], [len(part)], 0 if final else torch.tensor([[0]]))
+            assert features.values is not None
+            chunks.append(features.values[0])
+    finally:
+        if hook is not None:
+            hook.remove()
+    return torch.cat(chunks), torch.cat(heads) if final else None

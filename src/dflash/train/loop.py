@@ -1,0 +1,364 @@
+"""The training loop: one process, or several that share each step's sequences (torchrun, accelerate launch)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dflash.backends.torch.draft import DFlashDraftModel
+from dflash.backends.torch.target import TorchTarget
+from dflash.errors import DFlashError, RequestError
+from dflash.train import checkpoint
+from dflash.train.blocks import Batch, block_states
+from dflash.train.data import Corpus, Plan, Sequence
+from dflash.train.evaluate import Acceptance, measure
+from dflash.train.features import Features
+from dflash.train.loss import LossMix, dpace_weights, exponential_weights, slot_losses
+from dflash.train.recipe import Recipe
+from dflash.train.schedule import rate
+
+PATIENCE = 10
+"""Steps in a row whose loss or gradient is not finite before the run is ended."""
+
+
+@dataclass
+class Progress:
+    """How far a run is; the figures are means since the last report."""
+
+    step: int
+    steps: int
+    loss: float = 0.0
+    acceptance: float = 0.0
+    blocks_per_second: float = 0.0
+    rate: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    measured: Acceptance | None = None
+
+
+class Learner(nn.Module):
+    """The draft with its loss: what several processes share."""
+
+    def __init__(self, draft: DFlashDraftModel, target: TorchTarget, recipe: Recipe, vocabulary: Tensor | None) -> None:
+        super().__init__()
+        self.draft = draft
+        self.recipe = recipe
+        self.mix = LossMix.parse(recipe.loss)
+        self.block_size = draft.config.block_size
+        # Kept out of the module tree: the target is not trained, and not copied to other processes.
+        self._target = [target]
+        device = target.device
+        size = target.vocab_size
+        rows = torch.arange(size) if vocabulary is None else vocabulary
+        index = torch.zeros(size, dtype=torch.long)
+        index[rows] = torch.arange(len(rows))
+        self.index: Tensor = index.to(device)
+        self.rows = None if vocabulary is None else rows.to(device)
+        slots = self.block_size - 1
+        decay = recipe.decay_of(self.block_size)
+        self.slot_weights = exponential_weights(slots, decay).to(device)
+        if recipe.weights == "uniform":
+            self.slot_weights = torch.ones(slots, device=device)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Sum of the weighted losses of a batch, and the sum of its blocks' accepted slots plus one (detached)."""
+        embedding = self._target[0].anatomy.embedding.weight
+        states = block_states(self.draft, embedding, batch, self.block_size, self.recipe.recompute)
+        there = batch.weights > 0
+        labels = self.index[batch.labels(self.block_size)][there]
+        logits = self._logits(states[there])
+        teacher = None
+        if self.mix.needs_teacher:
+            with torch.no_grad():
+                teacher = self._scores(batch.teachers(self.block_size)[there]).float()
+        loss, probability = slot_losses(logits, labels, teacher, self.mix)
+        weights = self.slot_weights.expand(there.shape)
+        if self.recipe.weights == "dpace":
+            spread = torch.zeros(there.shape, device=loss.device).masked_scatter(there, probability)
+            weights = dpace_weights(spread)
+        with torch.no_grad():
+            right = torch.zeros(there.shape, device=loss.device)
+            right = right.masked_scatter(there, (logits.argmax(-1) == labels).float())
+            accepted = 1 + right.cumprod(-1).sum(-1)
+        return (loss * weights[there]).sum(), accepted[there[..., 0]].sum()
+
+    def _logits(self, states: Tensor) -> Tensor:
+        draft = self.draft
+        if self.rows is None:
+            return draft.logits(states, self._target[0].anatomy.head).float()
+        scores = self._scores(draft.norm(states) * draft.config.output_multiplier).float()
+        cap = draft.config.final_logit_softcapping
+        return scores if cap is None else torch.tanh(scores / cap) * cap
+
+    def _scores(self, states: Tensor) -> Tensor:
+        head = self._target[0].anatomy.head
+        if self.rows is None:
+            scores: Tensor = head(states.to(next(head.parameters()).dtype))
+            return scores
+        assert isinstance(head, nn.Linear), "a reduced vocabulary needs a linear head"
+        bias = None if head.bias is None else head.bias[self.rows].to(states.dtype)
+        return nn.functional.linear(states, head.weight[self.rows].to(states.dtype), bias)
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of the run."""
+
+    rank: int = 0
+    world: int = 1
+
+    @classmethod
+    def join(cls, device: torch.device) -> Processes:
+        """From the environment that torchrun and accelerate launch set."""
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if world > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        return cls(int(os.environ.get("RANK", "0")), world)
+
+    def total(self, value: float) -> float:
+        """The sum over all processes."""
+        if self.world == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(tensor)
+        return float(tensor)
+
+    @property
+    def first(self) -> bool:
+        """Whether this one writes files."""
+        return self.rank == 0
+
+
+class Trainer:
+    """A run. Files of ``output``: ``checkpoints/``, ``log.jsonl``, ``run.json``."""
+
+    def __init__(
+        self,
+        draft: DFlashDraftModel,
+        target: TorchTarget,
+        corpus: Corpus,
+        features: Features,
+        recipe: Recipe,
+        output: Path,
+        resume: bool = False,
+    ) -> None:
+        """
+        Raises:
+            RequestError: ``output`` already holds a run and ``resume`` is not set, or holds one of another recipe.
+        """
+        self.draft, self.target, self.corpus, self.features = draft, target, corpus, features
+        self.recipe, self.output = recipe, output
+        self.processes = Processes.join(target.device)
+        vocabulary = corpus.vocabulary() if recipe.vocabulary == "reduced" else None
+        draft.train().requires_grad_(True)
+        target.model.requires_grad_(False)
+        self.learner = Learner(draft, target, recipe, vocabulary)
+        self.parallel: nn.Module = self.learner
+        if self.processes.world > 1:
+            self.parallel = nn.parallel.DistributedDataParallel(self.learner, broadcast_buffers=False)
+        self.optimizers = make_optimizers(draft, recipe)
+        self.plan = Plan([len(s.ids) for s in corpus.train], recipe.sequences, recipe.anchors, recipe.seed)
+        self.step = 0
+        self._skipped = 0
+        self._begin(resume)
+
+    def _begin(self, resume: bool) -> None:
+        run = {"recipe": asdict(self.recipe), "draft": self.draft.config.to_published()}
+        file = self.output / "run.json"
+        last = checkpoint.latest(self.output / "checkpoints")
+        if file.is_file() and not resume and last is not None:
+            raise RequestError(f"{self.output} already holds a run: go on with --resume, or give another --output")
+        if resume and last is not None:
+            have = json.loads(file.read_text(encoding="utf-8"))
+            differing = [key for key in run["recipe"] if have["recipe"].get(key) != run["recipe"][key]]
+            if differing or have["draft"] != json.loads(json.dumps(run["draft"])):
+                what = differing[0] if differing else "draft"
+                raise RequestError(f"{self.output} was begun with another {what}: resume with the same options")
+            self.step = int(checkpoint.restore(last, self.draft, self.optimizers)["step"])
+            self._cut_log()
+        elif self.processes.first:
+            self.output.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+            (self.output / "log.jsonl").write_text("", encoding="utf-8")
+
+    def _cut_log(self) -> None:
+        """Drop what was logged after the checkpoint: those steps are taken again."""
+        file = self.output / "log.jsonl"
+        if not self.processes.first or not file.is_file():
+            return
+        lines = file.read_text(encoding="utf-8").splitlines()
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= self.step]
+        file.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+    def run(
+        self,
+        *,
+        log_every: int = 50,
+        measure_every: int = 500,
+        save_every: int = 500,
+        until: int | None = None,
+        report: Callable[[Progress], None] = lambda progress: None,
+    ) -> Progress:
+        """Train to the last step (or to ``until``), measuring and saving at intervals."""
+        progress = Progress(self.step, self.recipe.steps)
+        end = min(self.recipe.steps, until or self.recipe.steps)
+        totals = {"loss": 0.0, "slots": 0.0, "accepted": 0.0, "blocks": 0.0}
+        seconds = dict.fromkeys(("data", "compute", "update"), 0.0)
+        began = time.perf_counter()
+        while self.step < end:
+            self._one_step(totals, seconds)
+            self.step += 1
+            logs, measures = self._due(log_every), self._due(measure_every)
+            if logs:
+                spent = time.perf_counter() - began
+                progress = self._progress(totals, dict(seconds), spent)
+                totals, seconds = dict.fromkeys(totals, 0.0), dict.fromkeys(seconds, 0.0)
+                self._log({k: v for k, v in asdict(progress).items() if k not in ("steps", "measured")})
+            if measures and self.corpus.held_out and self.processes.first:
+                progress.measured = self.measure()
+                self._log({"step": self.step, "measured": asdict(progress.measured)})
+            if self._due(save_every) and self.processes.first:
+                checkpoint.save(self.output / "checkpoints", self.step, self.draft, self.optimizers)
+            if logs:
+                began = time.perf_counter()
+            report(progress)
+        return progress
+
+    def measure(self) -> Acceptance:
+        """Acceptance on the held-out answers."""
+        with self._autocast():
+            return measure(self.draft, self.target, self.corpus.held_out, self.features, self.learner.block_size)
+
+    def _due(self, every: int) -> bool:
+        return self.step % every == 0 or self.step == self.recipe.steps
+
+    def _one_step(self, totals: dict[str, float], seconds: dict[str, float]) -> None:
+        """Forward and back over this process's share of the step's sequences, then one update."""
+        clock = time.perf_counter()
+        chosen = self.plan.sequences(self.step)
+        drawn = {i: self.plan.draw(self.step, i, self.corpus.train[i].anchors) for i in chosen}
+        mine = chosen[self.processes.rank :: self.processes.world]
+        parts = [part for part in (mine[i :: self.recipe.accumulate] for i in range(self.recipe.accumulate)) if part]
+        slots = sum(self._slots(self.corpus.train[i], anchors) for i, anchors in drawn.items())
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss_sum = 0.0
+        for n, part in enumerate(parts):
+            batch = self._batch(part, drawn)
+            seconds["data"] += time.perf_counter() - clock
+            clock = time.perf_counter()
+            last = n == len(parts) - 1
+            together = self.parallel.no_sync() if not last and self.processes.world > 1 else contextlib.nullcontext()  # type: ignore[operator]
+            with together:
+                with self._autocast():
+                    loss, accepted = self.parallel(batch)
+                # DDP takes the mean over processes; the loss is the mean over all slots of the step.
+                (loss * self.processes.world / slots).backward()
+            loss_sum += float(loss.detach())
+            totals["accepted"] += float(accepted)
+            seconds["compute"] += time.perf_counter() - clock
+            clock = time.perf_counter()
+        norm = float(nn.utils.clip_grad_norm_(self.draft.parameters(), self.recipe.clip))
+        self._update(torch.isfinite(torch.tensor([norm, loss_sum])).all().item() is True)
+        totals["loss"] += loss_sum
+        totals["slots"] += slots / self.processes.world
+        totals["blocks"] += sum(len(drawn[i]) for i in mine)
+        seconds["update"] += time.perf_counter() - clock
+
+    def _update(self, finite: bool) -> None:
+        """One step of the optimisers; a step that is not finite is left out, several in a row end the run."""
+        if self.processes.total(float(not finite)) != 0:
+            self._skipped += 1
+            self._log({"step": self.step, "skipped": "loss or gradient is not finite"})
+            if self._skipped >= PATIENCE:
+                raise DFlashError(
+                    f"loss or gradient was not finite in {PATIENCE} steps in a row; the last good checkpoint is kept "
+                    f"in {self.output / 'checkpoints'}: lower the learning rate"
+                )
+            return
+        self._skipped = 0
+        share = rate(self.recipe.schedule, self.step, self.recipe.steps, self.recipe.warmup, self.recipe.decay)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = share * group["peak"]
+            optimizer.step()
+
+    def _slots(self, sequence: Sequence, anchors: list[int]) -> int:
+        return sum(min(self.learner.block_size - 1, len(sequence.ids) - 1 - anchor) for anchor in anchors)
+
+    def _batch(self, part: list[int], drawn: dict[int, list[int]]) -> Batch:
+        """Sequences padded to the longest, blocks to the most; what is padded has weight 0."""
+        sequences = [self.corpus.train[i] for i in part]
+        length, blocks = max(len(s.ids) for s in sequences), max(len(drawn[i]) for i in part)
+        loaded = [self.features.of(s) for s in sequences]
+        device, slots = self.target.device, torch.arange(1, self.learner.block_size)
+        width = loaded[0][0].shape[1]
+        tokens = torch.zeros(len(part), length, dtype=torch.long)
+        taps = loaded[0][0].new_zeros(len(part), length, width)
+        final = None if loaded[0][1] is None else loaded[0][1].new_zeros(len(part), length, self.target.hidden_size)
+        anchors = torch.zeros(len(part), blocks, dtype=torch.long)
+        weights = torch.zeros(len(part), blocks, self.learner.block_size - 1)
+        for row, (i, sequence) in enumerate(zip(part, sequences, strict=True)):
+            n, count = len(sequence.ids), len(drawn[i])
+            tokens[row, :n] = torch.tensor(sequence.ids)
+            taps[row, :n] = loaded[row][0]
+            own = loaded[row][1]
+            if final is not None and own is not None:
+                final[row, :n] = own
+            anchors[row, :count] = torch.tensor(drawn[i])
+            anchors[row, count:] = sequence.prompt
+            weights[row, :count] = (anchors[row, :count, None] + slots < n).float()
+        final = None if final is None else final.to(device)
+        return Batch(tokens.to(device), taps.to(device), anchors.to(device), weights.to(device), final)
+
+    def _autocast(self) -> Any:
+        enabled = self.recipe.precision == "bf16"
+        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=enabled)
+
+    def _progress(self, totals: dict[str, float], seconds: dict[str, float], spent: float) -> Progress:
+        blocks = max(totals["blocks"], 1.0)
+        return Progress(
+            step=self.step,
+            steps=self.recipe.steps,
+            loss=totals["loss"] / max(totals["slots"], 1.0),
+            acceptance=totals["accepted"] / blocks,
+            blocks_per_second=blocks * self.processes.world / spent,
+            rate=rate(self.recipe.schedule, self.step - 1, self.recipe.steps, self.recipe.warmup, self.recipe.decay),
+            seconds=seconds,
+        )
+
+    def _log(self, record: dict[str, Any]) -> None:
+        if self.processes.first:
+            with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+def make_optimizers(draft: DFlashDraftModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """AdamW for all; or Muon for the layers' matrices and AdamW for the rest."""
+    matrices = [p for n, p in draft.named_parameters() if p.ndim == 2 and n != "fc.weight"]
+    rest = [p for n, p in draft.named_parameters() if p.ndim != 2 or n == "fc.weight"]
+    made: list[torch.optim.Optimizer] = []
+    if recipe.optimizer == "muon":
+        muon = getattr(torch.optim, "Muon", None)
+        if muon is None:
+            raise RequestError(f"torch {torch.__version__} has no Muon: use --optimizer adamw, or torch 2.9 or later")
+        made.append(muon(matrices, lr=recipe.muon_rate, weight_decay=recipe.weight_decay))
+        matrices = []
+    made.append(
+        torch.optim.AdamW(
+            [*matrices, *rest], lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+        )
+    )
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return made

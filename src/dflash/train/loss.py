@@ -1,0 +1,82 @@
+"""Losses of a block and the weights of its slots."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dflash.errors import RequestError
+
+KINDS = ("ce", "kl", "l1")
+
+
+@dataclass(frozen=True)
+class LossMix:
+    """Shares of the kinds of loss.
+
+    ce: cross-entropy with the token that the target chose; kl: from the target's distribution to the draft's;
+    l1: total variation between the two. kl and l1 need the target's last hidden states.
+    """
+
+    ce: float = 1.0
+    kl: float = 0.0
+    l1: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> LossMix:
+        """From "ce", "kl", "ce+kl" or "0.3*ce+0.7*kl".
+
+        Raises:
+            RequestError: another form, or an unknown kind.
+        """
+        shares: dict[str, float] = {}
+        for part in text.replace(" ", "").split("+"):
+            found = re.fullmatch(r"(?:(\d+(?:\.\d+)?)\*)?(ce|kl|l1)", part)
+            if found is None or found[2] in shares:
+                raise RequestError(f"loss {text!r} must be a sum of {', '.join(KINDS)}, for example 0.5*ce+0.5*kl")
+            shares[found[2]] = float(found[1] or 1.0)
+        return cls(**{kind: shares.get(kind, 0.0) for kind in KINDS})
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the target's distribution is read."""
+        return self.kl > 0 or self.l1 > 0
+
+
+def exponential_weights(slots: int, gamma: float) -> Tensor:
+    """[slots]: exp(-(k - 1) / gamma) for k = 1.. (DFlash, arXiv 2602.06036)."""
+    return torch.exp(-torch.arange(slots, dtype=torch.float32) / gamma)
+
+
+def dpace_weights(label_probability: Tensor) -> Tensor:
+    """[..., slots]: how much each slot still matters for acceptance, from the draft's own probabilities.
+
+    s_k = 0.5 q_k + 0.5, P_k = s_1 ... s_k, w_k = P_k + P_(k+1) + ...: the expected acceptance that hangs on slot k.
+    """
+    prefix = (0.5 * label_probability + 0.5).cumprod(dim=-1)
+    return prefix.flip(-1).cumsum(dim=-1).flip(-1)
+
+
+def slot_losses(logits: Tensor, labels: Tensor, teacher: Tensor | None, mix: LossMix) -> tuple[Tensor, Tensor]:
+    """Loss of each slot and the draft's probability of its label (detached).
+
+    Args:
+        logits: [..., vocab] float32.
+        labels: [...] indices into that vocabulary.
+        teacher: [..., vocab], the target's logits there.
+    """
+    log_q = logits.log_softmax(dim=-1)
+    label = log_q.gather(-1, labels[..., None])[..., 0]
+    loss = -mix.ce * label
+    if mix.needs_teacher:
+        assert teacher is not None
+        log_p = teacher.log_softmax(dim=-1)
+        if mix.kl:
+            loss = loss + mix.kl * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=-1)
+        if mix.l1:
+            loss = loss + mix.l1 * 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1)
+    return loss, label.detach().exp()

@@ -1,0 +1,204 @@
+"""Answers by the target itself: what a draft is trained on.
+
+Rows run in batches through the one decode loop. Every answer is appended to the output as soon as it
+ends; a run that was killed goes on where it stopped, repeating and losing nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dflash.decode import Request, decode
+from dflash.errors import RequestError
+from dflash.generate import DraftLike, as_drafter, new_output
+from dflash.protocols import Target
+from dflash.sampling import SamplingParams
+from dflash.text import encode_prompt
+from dflash.train.prompts import Conversation
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides the answers. Written beside them; a run that goes on must have the same."""
+
+    model: str
+    max_tokens: int = 256
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    system: str | None = None
+    enable_thinking: bool | None = None
+
+
+@dataclass
+class Progress:
+    """How far a run is."""
+
+    total: int
+    done: int = 0
+    tokens: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
+
+
+def regenerate(
+    target: Target,
+    draft: DraftLike,
+    conversations: list[Conversation],
+    output: Path,
+    settings: Settings,
+    batch_size: int = 32,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Progress:
+    """Answer every turn of every conversation, the answers so far fed back.
+
+    One line of ``output`` an answer: ``id`` ("line.turn"), ``source``, ``messages``, ``answer``, ``prompt_ids``,
+    ``answer_ids`` (the stop id included), ``finish_reason``.
+
+    Args:
+        draft: any drafter may speed it up; the answers are the target's own.
+        report: called after every round of the loop.
+
+    Raises:
+        RequestError: ``output`` holds answers made with other settings.
+    """
+    _check_settings(output, settings)
+    done = {record["id"]: record for record in read_answers(output)}
+    progress = Progress(sum(len(c.turns) for c in conversations), len(done))
+    with output.open("a", encoding="utf-8") as file:
+        for turn in range(max(len(c.turns) for c in conversations)):
+            open_turns = _open_turns(target, conversations, turn, done, settings, progress)
+            for batch in _batches(open_turns, batch_size):
+                for record in _answer(target, draft, batch, settings, progress, report):
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())
+                    done[record["id"]] = record
+    return progress
+
+
+def read_answers(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of an answer file. A last line cut off by a kill is removed from the file."""
+    if not path.is_file():
+        return []
+    whole = path.read_bytes()
+    end = whole.rfind(b"\n") + 1
+    if end < len(whole):
+        with path.open("r+b") as file:
+            file.truncate(end)
+    records = []
+    for number, line in enumerate(whole[:end].decode("utf-8").splitlines(), 1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise RequestError(f"{path}, line {number}: not JSON; is it a file of answers?") from error
+        if not isinstance(record, dict) or not {"id", "prompt_ids", "answer_ids"} <= record.keys():
+            raise RequestError(f"{path}, line {number}: not an answer (id, prompt_ids and answer_ids are needed)")
+        records.append(record)
+    return records
+
+
+def settings_file(output: Path) -> Path:
+    """Where the settings of an answer file are written."""
+    return output.with_suffix(output.suffix + ".settings.json")
+
+
+def _check_settings(output: Path, settings: Settings) -> None:
+    file = settings_file(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    wanted = json.loads(json.dumps(asdict(settings)))
+    if file.is_file():
+        have = json.loads(file.read_text(encoding="utf-8"))
+        differing = [key for key in wanted if have.get(key) != wanted[key]]
+        if differing:
+            raise RequestError(
+                f"{output} was begun with another {differing[0]} ({have.get(differing[0])!r}, now "
+                f"{wanted[differing[0]]!r}): give another --output, or the same settings to go on"
+            )
+    else:
+        file.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Turn:
+    id: str
+    source: str
+    messages: list[dict[str, str]]
+    ids: list[int]
+    seed_offset: int
+
+
+def _open_turns(
+    target: Target,
+    conversations: Iterable[Conversation],
+    turn: int,
+    done: dict[str, dict[str, Any]],
+    settings: Settings,
+    progress: Progress,
+) -> Iterator[_Turn]:
+    """The turns still to be answered; those whose history failed, or that do not fit, are counted and left out."""
+    for conversation in conversations:
+        name = f"{conversation.index}.{turn}"
+        if turn >= len(conversation.turns) or name in done:
+            continue
+        messages = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+        before = [done.get(f"{conversation.index}.{i}") for i in range(turn)]
+        try:
+            for text, record in zip(conversation.turns, before, strict=False):
+                if record is None:
+                    raise RequestError("an earlier turn failed")
+                messages += [{"role": "user", "content": text}, {"role": "assistant", "content": record["answer"]}]
+            messages.append({"role": "user", "content": conversation.turns[turn]})
+            ids = encode_prompt(target.tokenizer, messages, enable_thinking=settings.enable_thinking)
+            if target.context_length is not None and len(ids) >= target.context_length:
+                raise RequestError("the prompt is longer than the target's context")
+        except RequestError as error:
+            progress.failed[str(error)] = progress.failed.get(str(error), 0) + 1
+            continue
+        yield _Turn(name, conversation.source, messages, ids, 1000 * conversation.index + turn)
+
+
+def _batches(turns: Iterator[_Turn], size: int) -> Iterator[list[_Turn]]:
+    """Batches of prompts of like length, from a window of eight batches: rows of a batch end at like times."""
+    while window := [turn for turn, _ in zip(turns, range(8 * size), strict=False)]:
+        window.sort(key=lambda turn: len(turn.ids))
+        for first in range(0, len(window), size):
+            yield window[first : first + size]
+
+
+def _answer(
+    target: Target,
+    draft: DraftLike,
+    batch: list[_Turn],
+    settings: Settings,
+    progress: Progress,
+    report: Callable[[Progress], None],
+) -> Iterator[dict[str, Any]]:
+    """Decode a batch; yield each row's record as the row ends."""
+    drafter = as_drafter(draft)
+    outputs = [new_output(target, target.tokenizer, settings.max_tokens) for _ in batch]
+    texts: list[list[str]] = [[] for _ in batch]
+    requests = []
+    for turn, output in zip(batch, outputs, strict=True):
+        seed = settings.sampling.seed
+        own = settings.sampling if seed is None else replace(settings.sampling, seed=seed + turn.seed_offset)
+        requests.append(Request(turn.ids, own, output))
+    for emitted in decode(target, drafter, requests, block_size=drafter.block_size):
+        for one in emitted:
+            texts[one.row].append(one.text)
+            progress.tokens += len(one.tokens)
+            if outputs[one.row].finish_reason is not None:
+                progress.done += 1
+                turn = batch[one.row]
+                yield {
+                    "id": turn.id,
+                    "source": turn.source,
+                    "messages": turn.messages,
+                    "answer": "".join(texts[one.row]),
+                    "prompt_ids": turn.ids,
+                    "answer_ids": outputs[one.row].tokens,
+                    "finish_reason": outputs[one.row].finish_reason,
+                }
+        report(progress)

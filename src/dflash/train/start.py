@@ -1,0 +1,137 @@
+"""Where a draft's weights begin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from dflash.backends.torch.draft import DFlashDraftModel
+from dflash.backends.torch.target import TorchTarget
+from dflash.draft_config import DFlashConfig
+from dflash.errors import RequestError
+
+STARTS = ("target", "random")
+
+
+def default_taps(layers: int, count: int) -> tuple[int, ...]:
+    """The published default: ``round(1 + i * (N - 4) / (n - 1))``; one tap is the middle layer."""
+    if not 1 <= count <= layers:
+        raise RequestError(f"a target of {layers} layers can be tapped at 1 to {layers} of them, not at {count}")
+    if count == 1:
+        return (layers // 2,)
+    taps = tuple(round(1 + i * (layers - 4) / (count - 1)) for i in range(count))
+    if len(set(taps)) < count or min(taps) < 0:
+        return tuple(sorted({round(i * (layers - 1) / (count - 1)) for i in range(count)}))
+    return taps
+
+
+def default_mask_token(target: TorchTarget) -> int:
+    """A row of the embedding that text does not use: the last padded row, else a special token that ends nothing.
+
+    Raises:
+        RequestError: there is none that is safe.
+    """
+    used = 1 + max(target.tokenizer.get_vocab().values())
+    if used < target.vocab_size:
+        return target.vocab_size - 1
+    tokenizer = target.tokenizer
+    special = set(tokenizer.added_tokens_decoder)
+    taken = set(target.eos_ids) | {tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    template = tokenizer.chat_template or ""
+    free: list[int] = [
+        i for i in sorted(special) if i not in taken and tokenizer.added_tokens_decoder[i].content not in template
+    ]
+    if not free:
+        raise RequestError(
+            f"{target.name} has no row of its embedding that text does not use: name one with --mask-token"
+        )
+    return free[-1]
+
+
+def check_mask_token(target: TorchTarget, token: int) -> None:
+    """Raises:
+    RequestError: not a row of the embedding, or an id that ends answers.
+    """
+    if not 0 <= token < target.vocab_size:
+        raise RequestError(f"mask token {token} is no row of the target's embedding (0 to {target.vocab_size - 1})")
+    if token in target.eos_ids:
+        raise RequestError(f"mask token {token} ends answers of {target.name}: choose one that text does not use")
+
+
+def draft_config(
+    target: TorchTarget,
+    *,
+    layers: int,
+    taps: Sequence[int],
+    block_size: int,
+    mask_token: int,
+    sliding_layers: int = 0,
+    sliding_window: int | None = None,
+) -> DFlashConfig:
+    """A draft for a target, of the target's own widths.
+
+    Raises:
+        ConfigError, RequestError: sizes that make no draft.
+    """
+    config = target.anatomy.config
+    if not 0 <= sliding_layers <= layers:
+        raise RequestError(f"{sliding_layers} of {layers} layers cannot be sliding")
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta", rope.get("full_attention", {}).get("rope_theta", 10_000.0))
+    return DFlashConfig(
+        hidden_size=target.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
+        vocab_size=target.vocab_size,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=target.context_length or 4096,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        target_layer_ids=tuple(taps),
+        mask_token_id=mask_token,
+        block_size=block_size,
+        num_target_layers=target.num_layers,
+        layer_types=("sliding_attention",) * sliding_layers + ("full_attention",) * (layers - sliding_layers),
+        sliding_window=sliding_window if sliding_layers else None,
+        dtype="bfloat16",
+    )
+
+
+def initialise(draft: DFlashDraftModel, target: TorchTarget, start: str, seed: int) -> int:
+    """Give a draft its first weights; return how many tensors were taken from the target.
+
+    "target": evenly spaced layers of the target where names and shapes agree, and a fusion that passes on the
+    mean of the taps. "random": normal with the target's initial deviation.
+    """
+    if start not in STARTS:
+        raise RequestError(f"a draft starts from one of {', '.join(STARTS)} or from a draft's folder, not {start!r}")
+    generator = torch.Generator().manual_seed(seed)
+    deviation = getattr(target.anatomy.config, "initializer_range", 0.02)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * deviation)
+            else:
+                parameter.fill_(1.0)
+        if start == "random":
+            return 0
+        width, taps = draft.config.hidden_size, len(draft.config.target_layer_ids)
+        draft.fc.weight.add_((torch.eye(width) / taps).repeat(1, taps).to(draft.fc.weight))
+        return _copy_layers(draft, target.anatomy.layers)
+
+
+def _copy_layers(draft: DFlashDraftModel, layers: nn.ModuleList) -> int:
+    copied: int = 0
+    count = len(draft.layers)
+    for i, own in enumerate(draft.layers):
+        source = layers[round((i + 0.5) * len(layers) / count - 0.5)].state_dict()
+        for name, parameter in own.named_parameters():
+            if name in source and source[name].shape == parameter.shape:
+                parameter.copy_(source[name])
+                copied += 1
+    return copied

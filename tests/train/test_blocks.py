@@ -1,0 +1,139 @@
+"""Training computes what decoding computes, and no block sees what it would not see there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import corpora
+import pytest
+import torch
+
+import tiny
+from dflash.backends.torch.draft import DFlashDrafting
+from dflash.decode import Request, decode
+from dflash.limits import Output
+from dflash.protocols import Features as Tapped
+from dflash.sampling import SamplingParams
+from dflash.train.blocks import Batch, block_states
+from dflash.train.evaluate import measure
+from dflash.train.features import Features, compute
+from dflash.train.loss import LossMix, dpace_weights, exponential_weights, slot_losses
+
+SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}
+KINDS = {"full": {}, "sliding": SLIDING, "causal": {"causal": (True, True)}}
+
+
+def batch_of(anchors: list[list[int]], length: int = 20, block: int = 4) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    rows = len(anchors)
+    return Batch(
+        torch.randint(0, 60, (rows, length), generator=generator),
+        torch.randn(rows, length, 64, generator=generator),
+        torch.tensor(anchors),
+        torch.ones(rows, len(anchors[0]), block - 1),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_block_sees_the_context_before_its_anchor_and_nothing_else(kind: dict[str, Any]) -> None:
+    """R1, by gradients: exact zeros, and something where it may look."""
+    target = tiny.target("qwen3")
+    draft = tiny.draft(target, block_size=4, **kind)
+    batch = batch_of([[2, 4, 5, 12]])  # blocks that overlap
+    batch.taps.requires_grad_(True)
+    embedding = target.anatomy.embedding.weight.detach().clone().requires_grad_(True)
+    states = block_states(draft, embedding, batch, 4)
+    for i, anchor in enumerate(batch.anchors[0].tolist()):
+        taps, rows = torch.autograd.grad(states[0, i].square().sum(), (batch.taps, embedding), retain_graph=True)
+        seen = taps[0].abs().sum(-1) > 0
+        assert not seen[anchor:].any()
+        near = max(0, anchor - 2) if kind is SLIDING else 0
+        assert seen[near:anchor].all()
+        read = set((rows.abs().sum(-1) > 0).nonzero().flatten().tolist())
+        assert read == {int(batch.tokens[0, anchor]), draft.config.mask_token_id}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_training_logits_are_those_of_decoding(kind: dict[str, Any], monkeypatch: Any) -> None:
+    target = tiny.target("qwen3")
+    draft = tiny.draft(target, block_size=4, **kind)
+    batch = batch_of([[3, 7, 8, 15], [1, 2, 9, 16]])
+    states = block_states(draft, target.anatomy.embedding.weight, batch, 4)
+    scores = draft.logits(states, target.anatomy.head)
+    seen: list[torch.Tensor] = []
+    choose = DFlashDrafting._choose
+    monkeypatch.setattr(DFlashDrafting, "_choose", lambda self, s, r: seen.append(s) or choose(self, s, r))
+    for row in range(2):
+        for i, anchor in enumerate(batch.anchors[row].tolist()):
+            drafting = draft.start(target, [SamplingParams()], "match", 32)
+            drafting.extend([[0] * anchor], Tapped(batch.taps[row : row + 1, :anchor], [anchor]))
+            drafting.propose([int(batch.tokens[row, anchor])], 3)
+            torch.testing.assert_close(scores[row, i], seen[-1][0], atol=1e-4, rtol=1e-4)
+
+
+def test_labels_are_the_tokens_at_the_slots_own_positions() -> None:
+    batch = batch_of([[3, 7], [1, 16]])
+    for row in range(2):
+        for i, anchor in enumerate(batch.anchors[row].tolist()):
+            assert batch.labels(4)[row, i].tolist() == batch.tokens[row, anchor + 1 : anchor + 4].tolist()
+
+
+def test_teachers_are_the_states_that_predict_the_labels() -> None:
+    batch = batch_of([[3, 7]])
+    final = torch.arange(20.0)[None, :, None].expand(1, 20, 2)
+    batch = Batch(batch.tokens, batch.taps, batch.anchors, batch.weights, final)
+    assert batch.teachers(4)[0, :, :, 0].tolist() == [[3, 4, 5], [7, 8, 9]]
+
+
+def test_features_are_the_targets_hidden_states() -> None:
+    target = tiny.target("qwen3")
+    ids = corpora.answers(target, 1)[0].ids
+    taps, final = compute(target, (0, 3), True, ids)
+    out = target.model.model(torch.tensor([ids]))
+    torch.testing.assert_close(final, out.last_hidden_state[0])
+    hidden = target.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(taps[:, :32], hidden[1][0])
+
+
+def test_weights_by_their_formulas() -> None:
+    """R3 and D-PACE."""
+    torch.testing.assert_close(
+        exponential_weights(8, 7.0)[[0, 1, 7]], torch.tensor([1.0, math.exp(-1 / 7), math.exp(-1)])
+    )
+    q = torch.tensor([1.0, 0.5, 0.0])
+    prefix = [1.0, 0.75, 0.375]
+    torch.testing.assert_close(dpace_weights(q), torch.tensor([sum(prefix), sum(prefix[1:]), prefix[2]]))
+
+
+def test_losses_by_their_formulas() -> None:
+    logits, teacher = torch.randn(3, 7), torch.randn(3, 7)
+    labels = torch.tensor([0, 3, 6])
+    q, p = logits.softmax(-1), teacher.softmax(-1)
+    ce = -q[torch.arange(3), labels].log()
+    kl = (p * (p.log() - q.log())).sum(-1)
+    l1 = 0.5 * (p - q).abs().sum(-1)
+    for text, want in (("ce", ce), ("kl", kl), ("l1", l1), ("0.3*ce+0.7*kl", 0.3 * ce + 0.7 * kl)):
+        torch.testing.assert_close(slot_losses(logits, labels, teacher, LossMix.parse(text))[0], want)
+    for bad in ("", "mse", "ce+ce", "ce-kl"):
+        with pytest.raises(ValueError, match="must be a sum of ce, kl, l1"):
+            LossMix.parse(bad)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3-next"])
+def test_the_measured_acceptance_is_that_of_decoding(architecture: str) -> None:
+    """R9: exactly, on the same rows."""
+    target = tiny.target(architecture)
+    draft = tiny.draft(target, block_size=4)
+    # A draft that is sometimes right: its own head's bias towards what the target says often.
+    sequences = corpora.answers(target, 3, 30)
+    measured = measure(draft, target, sequences, Features(target, draft.taps, False, None), 4)
+    emitted = rounds = 0
+    for sequence in sequences:
+        output = Output(lambda ids: "", len(sequence.ids) - sequence.prompt)
+        request = Request(list(sequence.ids[: sequence.prompt]), SamplingParams(), output)
+        steps = list(decode(target, draft, [request], block_size=4))[1:]
+        emitted += sum(len(step[0].tokens) for step in steps)
+        rounds += len(steps)
+    assert measured.rounds == rounds
+    assert measured.length == pytest.approx(emitted / rounds)

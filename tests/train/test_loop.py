@@ -1,0 +1,180 @@
+"""Runs: what they learn, that they resume to the bit, that several processes are as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import corpora
+import pytest
+import torch
+
+import tiny
+from dflash.decode import Request, decode
+from dflash.limits import Output
+from dflash.sampling import SamplingParams
+from dflash.train import checkpoint
+from dflash.train.data import Plan
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3-next"])
+def test_overfitting_reaches_nearly_full_acceptance(architecture: str, tmp_path: Path) -> None:
+    """R2: a handful of sequences, learned by heart, then decoded."""
+    target = tiny.target(architecture)
+    train = corpora.answers(target, 4, 24)
+    draft = tiny.draft(target, block_size=5, num_hidden_layers=2, intermediate_size=64)
+    run = corpora.trainer(
+        target, train, tmp_path, draft=draft, steps=250, sequences=4, anchors=24, learning_rate=6e-3, weights="uniform"
+    )
+    run.run(measure_every=1000, save_every=1000)
+    draft.eval()
+    lengths = []
+    for sequence in train:
+        output = Output(lambda ids: "", 24)
+        request = Request(list(sequence.ids[: sequence.prompt]), SamplingParams(), output)
+        lengths += [len(e[0].tokens) for e in list(decode(target, draft, [request], block_size=5))[1:]]
+        assert output.tokens == list(sequence.ids[sequence.prompt :])
+    assert sum(lengths) / len(lengths) > 4.2
+
+
+def weights(run: Any) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in run.draft.parameters()]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_run_equals_one_that_was_not_interrupted(optimizer: str, tmp_path: Path) -> None:
+    target = tiny.target("qwen3")
+    train = corpora.answers(target, 9)
+    whole = corpora.trainer(target, train, tmp_path / "whole", optimizer=optimizer)
+    whole.run(log_every=2, save_every=4)
+    first = corpora.trainer(target, train, tmp_path / "parts", optimizer=optimizer)
+    first.run(until=6, log_every=2, save_every=4)  # two steps after the last checkpoint are lost
+    second = corpora.trainer(target, train, tmp_path / "parts", optimizer=optimizer, resume=True)
+    assert second.step == 4
+    second.run(log_every=2, save_every=4)
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(second), strict=True))
+    logs = [
+        [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
+        for name in ("whole", "parts")
+    ]
+    for a, b in zip(*logs, strict=True):
+        assert (a["step"], a.get("loss")) == (b["step"], b.get("loss"))
+
+
+def test_a_half_written_checkpoint_is_not_taken(tmp_path: Path) -> None:
+    target = tiny.target("qwen3")
+    run = corpora.trainer(target, corpora.answers(target, 5), tmp_path)
+    run.run(until=4, save_every=4)
+    (tmp_path / "checkpoints" / ".step-8.part").mkdir()
+    (tmp_path / "checkpoints" / "step-6").mkdir()
+    last = checkpoint.latest(tmp_path / "checkpoints")
+    assert last is not None
+    assert last.name == "step-4"
+
+
+def test_a_run_is_neither_overwritten_nor_resumed_with_another_recipe(tmp_path: Path) -> None:
+    target = tiny.target("qwen3")
+    train = corpora.answers(target, 5)
+    corpora.trainer(target, train, tmp_path).run(save_every=4)
+    with pytest.raises(ValueError, match="already holds a run: go on with --resume"):
+        corpora.trainer(target, train, tmp_path)
+    with pytest.raises(ValueError, match="begun with another learning_rate"):
+        corpora.trainer(target, train, tmp_path, resume=True, learning_rate=1.0)
+
+
+def test_only_the_drafts_tensors_change(tmp_path: Path) -> None:
+    """R13."""
+    target = tiny.target("qwen3")
+    before = [p.detach().clone() for p in target.model.parameters()]
+    run = corpora.trainer(target, corpora.answers(target, 5), tmp_path, steps=3)
+    start = weights(run)
+    run.run()
+    assert all(torch.equal(a, b) for a, b in zip(before, target.model.parameters(), strict=True))
+    changed = [not torch.equal(a, b) for a, b in zip(start, weights(run), strict=True)]
+    assert all(changed)
+
+
+def test_a_step_that_is_not_finite_is_left_out_and_told(tmp_path: Path, monkeypatch: Any) -> None:
+    """R7."""
+    target = tiny.target("qwen3")
+    run = corpora.trainer(target, corpora.answers(target, 5), tmp_path, steps=30)
+    forward = run.learner.forward
+    calls = [0]
+
+    def broken(batch: Any) -> Any:
+        loss, accepted = forward(batch)
+        calls[0] += 1
+        return (loss * float("inf") if calls[0] in (2, 3) else loss), accepted
+
+    monkeypatch.setattr(run.learner, "forward", broken)
+    run.run(until=5)
+    assert all(torch.isfinite(w).all() for w in weights(run))
+    assert (tmp_path / "log.jsonl").read_text().count("not finite") == 2
+    monkeypatch.setattr(run.learner, "forward", lambda batch: (forward(batch)[0] * float("nan"), torch.tensor(0.0)))
+    with pytest.raises(Exception, match="not finite in 10 steps in a row"):
+        run.run()
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"recompute": True}], ids=str)
+def test_saving_memory_changes_nothing(options: dict[str, Any], tmp_path: Path) -> None:
+    target = tiny.target("qwen3")
+    train = corpora.answers(target, 9)
+    plain = corpora.trainer(target, train, tmp_path / "a", steps=3)
+    saving = corpora.trainer(target, train, tmp_path / "b", steps=3, **options)
+    plain.run()
+    saving.run()
+    for a, b in zip(weights(plain), weights(saving), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+WORKER = """
+import sys
+sys.path[:0] = [{tests!r}, {train!r}]
+import torch
+torch.set_num_threads(1)
+import corpora, tiny
+from pathlib import Path
+from safetensors.torch import save_file
+target = tiny.target("qwen3")
+run = corpora.trainer(target, corpora.answers(target, 9), Path({output!r}), steps=4)
+run.run()
+if run.processes.first:
+    save_file({{n: p.detach() for n, p in run.draft.named_parameters()}}, Path({output!r}) / "end.safetensors")
+"""
+
+
+def test_two_processes_give_what_one_gives(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    target = tiny.target("qwen3")
+    alone = corpora.trainer(target, corpora.answers(target, 9), tmp_path / "one", steps=4)
+    alone.run()
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(tests=str(here.parent), train=str(here), output=str(tmp_path / "two")))
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        check=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+    )
+    from safetensors.torch import load_file
+
+    together = load_file(tmp_path / "two" / "end.safetensors")
+    for name, parameter in alone.draft.named_parameters():
+        torch.testing.assert_close(together[name], parameter.detach(), atol=1e-4, rtol=1e-3)
+
+
+def test_every_sequence_once_an_epoch_and_other_anchors_each_time() -> None:
+    plan = Plan([10 + i % 7 for i in range(50)], 4, 3, seed=1)
+    epoch = [i for step in range(plan.steps_per_epoch) for i in plan.sequences(step)]
+    assert len(epoch) == len(set(epoch)) == 48
+    assert plan.sequences(0) != plan.sequences(plan.steps_per_epoch)
+    drawn = [plan.draw(step, 0, range(5, 40)) for step in range(20)]
+    assert all(d == sorted(set(d)) and len(d) == 3 and 5 <= d[0] <= d[-1] < 40 for d in drawn)
+    assert len({tuple(d) for d in drawn}) > 15
+    assert plan.draw(3, 0, range(5, 40)) == drawn[3]
+    assert plan.draw(0, 0, range(5, 7)) == [5, 6]
