@@ -1,0 +1,67 @@
+"""``dflash``: the commands, and how their errors are shown."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from dflash import DFlashError, __version__
+from dflash.cli import console
+from dflash.cli.demo import demo
+from dflash.cli.generate import generate
+from dflash.cli.verify import EPILOG, verify
+
+ERROR_STATUS = 2
+"""Exit status of a request that cannot be served, as for a wrong option."""
+
+
+class Commands(TyperGroup):
+    """Shows every error raised on purpose as one line. Interrupted, a command ends quietly with 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with console.plain_warnings():
+            try:
+                return super().invoke(ctx)
+            except DFlashError as error:
+                console.say("error", error, "bold red")
+                raise typer.Exit(ERROR_STATUS) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(generate)
+app.command(epilog=EPILOG)(verify)
+app.command()(demo)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dflash {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def dflash(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Lossless block decoding: a draft proposes, the target verifies, the answer is the target's own."""
+
+
+def main() -> None:
+    """The entry point. What a stream's encoding cannot express is printed as ``?`` rather than a crash."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    app()

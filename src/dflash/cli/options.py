@@ -1,0 +1,112 @@
+"""The options that commands share, each declared once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+import typer
+
+DrafterKind: TypeAlias = Literal["ngram", "none", "dflash"]
+Backend: TypeAlias = Literal["torch"]
+Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
+Verification: TypeAlias = Literal["match", "rejection"]
+
+_LOADING = "Models"
+_BLOCKS = "Blocks"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        metavar="M",
+        help="The target: a hub id, a folder, a .gguf file or an alias.",
+        rich_help_panel=_LOADING,
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        metavar="D", help="A DFlash draft made for the target: a hub id or a folder.", rich_help_panel=_LOADING
+    ),
+]
+Drafter = Annotated[
+    DrafterKind | None,
+    typer.Option(
+        metavar="WHO",
+        help="Who proposes: dflash (a draft), ngram (text seen before) or none (plain decoding). "
+        "By default dflash where --draft is given, else ngram.",
+        show_default=False,
+        rich_help_panel=_LOADING,
+    ),
+]
+BackendOption = Annotated[
+    Backend | None,
+    typer.Option(
+        "--backend",
+        metavar="NAME",
+        help="torch, the default.",
+        rich_help_panel=_LOADING,
+    ),
+]
+DtypeOption = Annotated[
+    Dtype | None,
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        help="float32, bfloat16 or float16, for target and draft. By default float32 on CPU, elsewhere each "
+        "checkpoint's own.",
+        rich_help_panel=_LOADING,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DEVICE", help="For example cpu, cuda, mps. By default the best there is.", rich_help_panel=_LOADING
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(metavar="REV", help="Of the target's hub repository.", rich_help_panel=_LOADING)
+]
+DraftRevision = Annotated[
+    str | None, typer.Option(metavar="REV", help="Of the draft's hub repository.", rich_help_panel=_LOADING)
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run Python that the target's repository ships.", rich_help_panel=_LOADING
+    ),
+]
+DraftWindow = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-sliding-window-size",
+        metavar="N",
+        help="Committed tokens the draft may look back on. By default all.",
+        rich_help_panel=_LOADING,
+    ),
+]
+BlockSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="B",
+        help="Tokens verified at once, the pending one included. By default the drafter's own.",
+        rich_help_panel=_BLOCKS,
+    ),
+]
+VerificationOption = Annotated[
+    Verification,
+    typer.Option(
+        "--verification",
+        help="match: a draft stands where it is what the target samples. rejection: speculative sampling, "
+        "for which the draft samples too.",
+        rich_help_panel=_BLOCKS,
+    ),
+]
+EnableThinking = Annotated[
+    bool | None,
+    typer.Option(
+        "--enable-thinking/--no-enable-thinking",
+        help="Handed to the chat template. By default the template decides.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]

@@ -1,0 +1,136 @@
+"""Loading what a command works with: a target and what drafts for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import dflash
+from dflash.checkpoint import Place, locate
+from dflash.cli import console
+from dflash.cli.options import Backend, DrafterKind, Dtype
+from dflash.errors import RequestError
+from dflash.generate import as_drafter, choose_block
+from dflash.protocols import Drafter, Target
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The loading options, as given.
+
+    Raises:
+        RequestError: options that contradict each other.
+    """
+
+    model: str
+    draft: str | None = None
+    drafter: DrafterKind | None = None
+    block_size: int | None = None
+    backend: Backend | None = None
+    dtype: Dtype | None = None
+    device: str | None = None
+    revision: str | None = None
+    draft_revision: str | None = None
+    trust_remote_code: bool = False
+    draft_sliding_window_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.draft is None:
+            for option, value in (
+                ("--drafter dflash", self.drafter == "dflash"),
+                ("--draft-sliding-window-size", self.draft_sliding_window_size is not None),
+                ("--draft-revision", self.draft_revision is not None),
+            ):
+                if value:
+                    raise RequestError(f"{option} needs a draft: give --draft with a folder or a hub id")
+        elif self.kind != "dflash":
+            raise RequestError(f"--draft is not used by --drafter {self.kind}: leave one of them out")
+        if self.block_size is not None and self.block_size < 2:
+            raise RequestError(
+                f"--block-size must be at least 2 (the pending token and one draft), not {self.block_size}; "
+                "for plain decoding use --drafter none"
+            )
+
+    @property
+    def kind(self) -> DrafterKind:
+        """What drafts: as asked for, else a draft where there is one."""
+        return self.drafter or ("ngram" if self.draft is None else "dflash")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, its drafter, and the block size in force."""
+
+    wanted: Wanted
+    target: Target
+    drafter: Drafter
+    block_size: int
+
+    @property
+    def dtype(self) -> str:
+        """Of the target's weights: "float32", "bfloat16" ..."""
+        return str(self.target.model.dtype).rpartition(".")[2]
+
+    @property
+    def drafter_label(self) -> str:
+        """For people."""
+        draft = self.wanted.draft
+        return {"ngram": "n-grams", "none": "plain decoding"}.get(self.wanted.kind) or f"draft {Path(draft or '').name}"
+
+    def settings(self) -> dict[str, Any]:
+        """For records: the options, with what was in force for those left open."""
+        return {
+            **asdict(self.wanted),
+            "drafter": self.wanted.kind,
+            "block_size": self.block_size,
+            "dtype": self.dtype,
+            "dflash": dflash.__version__,
+        }
+
+
+def load_pair(wanted: Wanted) -> Pair:
+    """Load drafter and target, the cheap one first.
+
+    Raises:
+        DFlashError: as ``dflash.load`` and ``dflash.load_draft``.
+    """
+    place = locate(wanted.model)  # what does not exist is told before a framework is imported
+    with _loading(place):
+        drafter = _drafter(wanted)
+        block_size = choose_block(drafter, wanted.block_size)
+        target = dflash.load(
+            wanted.model, wanted.backend, wanted.dtype, wanted.device, wanted.revision, wanted.trust_remote_code
+        )
+    return Pair(wanted, target, drafter, block_size)
+
+
+def _drafter(wanted: Wanted) -> Drafter:
+    if wanted.draft is None:
+        return as_drafter(wanted.kind)
+    return dflash.load_draft(
+        wanted.draft,
+        wanted.draft_sliding_window_size,
+        wanted.backend,
+        wanted.dtype,
+        wanted.device,
+        wanted.draft_revision,
+    )
+
+
+@contextmanager
+def _loading(place: Place) -> Iterator[None]:
+    """A spinner while local files are read; a download shows the hub's own progress bars."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if not Path(place.source).is_dir():
+        console.say("loading", place.name, "dim")
+        yield
+        return
+    logging.disable_progress_bar()
+    once = " (a .gguf file is unpacked the first time)" if place.gguf is not None else ""
+    with console.waiting(f"loading {place.name}{once}"):
+        yield
