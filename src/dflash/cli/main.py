@@ -13,6 +13,8 @@ from dflash import DFlashError, __version__
 from dflash.cli import console
 from dflash.cli.demo import demo
 from dflash.cli.generate import generate
+from dflash.cli.regenerate import regenerate
+from dflash.cli.train import train
 from dflash.cli.verify import EPILOG, verify
 
 ERROR_STATUS = 2
@@ -42,6 +44,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command(epilog=EPILOG)(verify)
 app.command()(demo)
+app.command()(regenerate)
+app.command()(train)
 
 
 def _version(wanted: bool) -> None:

@@ -69,6 +69,13 @@ def read_prompts(data: str | Path, split: str = "train") -> Prompts:
     return Prompts(conversations, skipped)
 
 
+def spread(conversations: list[Conversation], count: int | None) -> list[Conversation]:
+    """``count`` of them, evenly spread over the whole, so that every source has its share."""
+    if count is None or count >= len(conversations):
+        return conversations
+    return [conversations[i * len(conversations) // count] for i in range(count)]
+
+
 Row = tuple[tuple[str, ...], str, str | None]
 """Turns, source, and why the row cannot be used."""
 

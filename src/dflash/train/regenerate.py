@@ -27,6 +27,7 @@ class Settings:
     """What decides the answers. Written beside them; a run that goes on must have the same."""
 
     model: str
+    dtype: str = "float32"
     max_tokens: int = 256
     sampling: SamplingParams = field(default_factory=SamplingParams)
     system: str | None = None
@@ -202,3 +203,10 @@ def _answer(
                     "finish_reason": outputs[one.row].finish_reason,
                 }
         report(progress)
+
+
+def settings_of(answers: Path) -> dict[str, Any]:
+    """The settings an answer file was made with; empty where they are not known."""
+    file = settings_file(answers)
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found

@@ -1,0 +1,77 @@
+"""``dflash regenerate``: answers by the target itself, to train a draft on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dflash.checkpoint import DEFAULT_MODEL
+from dflash.cli import console, options
+from dflash.cli.pair import Wanted, load_pair
+from dflash.cli.progress import meter
+from dflash.sampling import SamplingParams
+
+
+def regenerate(
+    output: Annotated[Path, typer.Option(metavar="FILE", help="JSONL to append to. A run that stopped goes on.")],
+    data: Annotated[
+        str,
+        typer.Option(metavar="DATA", help="Prompts: JSONL (turns, messages or prompt), text lines, or a data set."),
+    ],
+    model: options.Model = DEFAULT_MODEL,
+    split: Annotated[str, typer.Option(metavar="NAME", help="Of a data set.")] = "train",
+    max_samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="Use N prompts, spread evenly.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="The longest answer.")] = 256,
+    batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Rows decoded together.")] = 32,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Every answer has its own from it.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    enable_thinking: options.EnableThinking = None,
+    draft: options.Draft = None,
+    drafter: options.Drafter = None,
+    backend: options.BackendOption = None,
+    dtype: options.DtypeOption = None,
+    device: options.Device = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Answer prompts with the target, in batches, and keep the tokens of prompts and answers."""
+    from dflash.train.prompts import read_prompts, spread
+    from dflash.train.regenerate import Progress, Settings
+    from dflash.train.regenerate import regenerate as run
+
+    prompts = read_prompts(data, split)
+    for reason, count in prompts.skipped.items():
+        console.say("skipped", f"{count} rows: {reason}", "bold yellow")
+    pair = load_pair(
+        Wanted(
+            model,
+            draft,
+            drafter or ("dflash" if draft else "none"),
+            None,
+            backend,
+            dtype,
+            device,
+            revision,
+            trust_remote_code=trust_remote_code,
+        )
+    )
+    sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
+    settings = Settings(pair.target.name, pair.dtype, max_new_tokens, sampling, system, enable_thinking)
+    began = time.monotonic()
+    with meter("answers") as show:
+
+        def report(progress: Progress) -> None:
+            rate = progress.tokens / (time.monotonic() - began)
+            show(progress.done, progress.total, f"{rate:.0f} tok/s")
+
+        done = run(
+            pair.target, pair.drafter, spread(prompts.conversations, max_samples), output, settings, batch_size, report
+        )
+    for reason, count in done.failed.items():
+        console.say("failed", f"{count} prompts: {reason}", "bold yellow")
+    console.say("done", f"{done.done} answers in {output}", "bold green")

@@ -1,0 +1,125 @@
+"""``dflash train``: from answers to a draft in the published format."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dflash.checkpoint import DEFAULT_MODEL
+from dflash.cli import console, options
+from dflash.cli.pair import Wanted, load_pair
+from dflash.cli.progress import meter
+from dflash.errors import RequestError
+
+_DRAFT, _RECIPE, _RUN = "The draft", "The recipe", "The run"
+
+
+def train(
+    data: Annotated[list[Path], typer.Option(metavar="FILE", help="Answers of dflash regenerate. May be repeated.")],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Becomes the folder of the draft.")],
+    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Of the optimiser.", rich_help_panel=_RECIPE)],
+    model: options.Model = DEFAULT_MODEL,
+    block_size: Annotated[int, typer.Option(min=2, metavar="B", rich_help_panel=_DRAFT)] = 8,
+    layers: Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_DRAFT)] = 3,
+    taps: Annotated[
+        str,
+        typer.Option(metavar="IDS", help="Layers of the target, as 1,8,14; or how many.", rich_help_panel=_DRAFT),
+    ] = "5",
+    mask_token: Annotated[
+        int | None,
+        typer.Option(metavar="ID", help="By default a row that text does not use.", rich_help_panel=_DRAFT),
+    ] = None,
+    sliding_layers: Annotated[int, typer.Option(min=0, metavar="N", rich_help_panel=_DRAFT)] = 0,
+    sliding_window: Annotated[int | None, typer.Option(min=1, metavar="W", rich_help_panel=_DRAFT)] = None,
+    start: Annotated[
+        str, typer.Option(metavar="FROM", help="target, random, or the folder of a draft.", rich_help_panel=_DRAFT)
+    ] = "target",
+    sequences: Annotated[int, typer.Option(min=1, help="Answers a step.", rich_help_panel=_RECIPE)] = 8,
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks an answer.", rich_help_panel=_RECIPE)] = 16,
+    loss: Annotated[str, typer.Option(help="ce, kl, l1 or a mix: 0.5*ce+0.5*kl.", rich_help_panel=_RECIPE)] = "ce",
+    weights: Annotated[
+        str, typer.Option(help="Of the slots: exponential, dpace or uniform.", rich_help_panel=_RECIPE)
+    ] = "exponential",
+    gamma: Annotated[float | None, typer.Option(help="Of exponential weights.", rich_help_panel=_RECIPE)] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak, of AdamW.", rich_help_panel=_RECIPE)] = 1e-3,
+    muon_rate: Annotated[float, typer.Option(help="Peak, of Muon.", rich_help_panel=_RECIPE)] = 0.02,
+    weight_decay: Annotated[float, typer.Option(rich_help_panel=_RECIPE)] = 0.0,
+    warmup: Annotated[float, typer.Option(help="Share of the steps.", rich_help_panel=_RECIPE)] = 0.04,
+    decay: Annotated[float, typer.Option(help="Share of the steps, of wsd.", rich_help_panel=_RECIPE)] = 0.2,
+    schedule: Annotated[str, typer.Option(help="wsd, cosine or constant.", rich_help_panel=_RECIPE)] = "wsd",
+    optimizer: Annotated[str, typer.Option(help="adamw or muon.", rich_help_panel=_RECIPE)] = "adamw",
+    precision: Annotated[str, typer.Option(help="bf16 or fp32.", rich_help_panel=_RECIPE)] = "bf16",
+    accumulate: Annotated[int, typer.Option(min=1, help="Parts a step.", rich_help_panel=_RECIPE)] = 1,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Save memory.", rich_help_panel=_RECIPE)] = False,
+    vocabulary: Annotated[str, typer.Option(help="reduced or full.", rich_help_panel=_RECIPE)] = "reduced",
+    seed: Annotated[int, typer.Option(rich_help_panel=_RECIPE)] = 0,
+    held_out: Annotated[int, typer.Option(min=0, help="Answers kept apart to measure.", rich_help_panel=_RUN)] = 40,
+    max_length: Annotated[int, typer.Option(min=8, help="Tokens a sequence.", rich_help_panel=_RUN)] = 1024,
+    cache: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="For the target's hidden states.", rich_help_panel=_RUN)
+    ] = None,
+    cache_limit: Annotated[float, typer.Option(metavar="GB", rich_help_panel=_RUN)] = 20.0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint.", rich_help_panel=_RUN)
+    ] = False,
+    measure_every: Annotated[int, typer.Option(min=1, metavar="STEPS", rich_help_panel=_RUN)] = 500,
+    save_every: Annotated[int, typer.Option(min=1, metavar="STEPS", rich_help_panel=_RUN)] = 500,
+    licence: Annotated[str | None, typer.Option(help="For the card.", rich_help_panel=_RUN)] = None,
+    backend: options.BackendOption = None,
+    dtype: options.DtypeOption = None,
+    device: options.Device = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+) -> None:
+    """Train a draft for a target on the target's own answers. Interrupted, go on with --resume."""
+    from dflash.backends.torch.target import TorchTarget
+    from dflash.train.loop import Progress
+    from dflash.train.recipe import Recipe
+    from dflash.train.run import Job, Shape
+    from dflash.train.run import train as run
+
+    recipe = Recipe(
+        steps, sequences, anchors, loss, weights, gamma, learning_rate, muon_rate, weight_decay, warmup, decay,
+        schedule, optimizer, 1.0, precision, accumulate, recompute, vocabulary, seed,
+    )  # fmt: skip
+    shape = Shape(block_size, layers, _taps(taps), mask_token, sliding_layers, sliding_window, start)
+    command = shlex.join(["dflash", *sys.argv[1:]])
+    job = Job(
+        tuple(data), output, shape, recipe, held_out, max_length, cache, cache_limit * 1e9, resume,
+        measure_every=measure_every, save_every=save_every, licence=licence, command=command,
+    )  # fmt: skip
+    target = load_pair(
+        Wanted(model, None, "none", None, backend, dtype, device, revision, trust_remote_code=trust_remote_code)
+    ).target
+    assert isinstance(target, TorchTarget)
+    with meter("hidden states") as caching, meter("steps") as show:
+
+        def report(progress: Progress) -> None:
+            measured = f", held out {progress.measured.length:.2f}" if progress.measured is not None else ""
+            show(
+                progress.step,
+                progress.steps,
+                f"loss {progress.loss:.3f}, {progress.blocks_per_second:.0f} blocks/s{measured}",
+            )
+
+        measured = run(target, job, lambda line: console.say("data", line, "bold"), caching, report)
+    if measured is not None:
+        console.say("held out", f"{measured.length:.2f} tokens a round", "bold green")
+    console.say("done", f"the draft is in {output}", "bold green")
+
+
+def _taps(text: str) -> int | tuple[int, ...]:
+    """A count, or ids separated by commas.
+
+    Raises:
+        RequestError: neither.
+    """
+    try:
+        ids = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise RequestError(f"--taps must be layer ids as 1,8,14 or a count, not {text!r}") from error
+    return ids[0] if len(ids) == 1 and "," not in text else ids

@@ -1,0 +1,164 @@
+"""From answers to a draft: what ``dflash train`` does."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from dflash.backends.torch.draft import DFlashDraftModel
+from dflash.backends.torch.load import load_draft
+from dflash.backends.torch.target import TorchTarget
+from dflash.errors import RequestError
+from dflash.train.data import Corpus, read_corpus
+from dflash.train.evaluate import Acceptance
+from dflash.train.features import Features
+from dflash.train.loop import Progress, Trainer
+from dflash.train.loss import LossMix
+from dflash.train.output import Made, card, save_draft, write
+from dflash.train.plot import plot_run
+from dflash.train.recipe import Recipe
+from dflash.train.regenerate import settings_of
+from dflash.train.start import check_mask_token, default_mask_token, default_taps, draft_config, initialise
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the draft is to be.
+
+    Attributes:
+        taps: ids of the target's layers, or how many, at the published default places.
+        mask_token: None for a row that text does not use.
+        start: "target", "random", or the folder of a draft to go on from.
+    """
+
+    block_size: int = 8
+    layers: int = 3
+    taps: int | tuple[int, ...] = 5
+    mask_token: int | None = None
+    sliding_layers: int = 0
+    sliding_window: int | None = None
+    start: str = "target"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of ``dflash train``.
+
+    Attributes:
+        cache: folder for the target's hidden states; None computes them in every pass.
+        cache_limit: bytes it may take.
+        licence: of the draft, for its card.
+        command: as typed, for its card.
+    """
+
+    data: tuple[Path, ...]
+    output: Path
+    shape: Shape
+    recipe: Recipe
+    held_out: int = 40
+    max_length: int = 1024
+    cache: Path | None = None
+    cache_limit: float = 2e10
+    resume: bool = False
+    log_every: int = 50
+    measure_every: int = 500
+    save_every: int = 500
+    licence: str | None = None
+    command: str = ""
+
+
+def train(
+    target: TorchTarget,
+    job: Job,
+    say: Callable[[str], None] = lambda line: None,
+    caching: Callable[[int, int], None] = lambda done, of: None,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Acceptance | None:
+    """Train a draft and write it to ``job.output``.
+
+    Raises:
+        DFlashError: as ``Trainer``, ``read_corpus`` and ``DFlashConfig``.
+    """
+    corpus = read_corpus(job.data, job.held_out, job.max_length)
+    learned, read = corpus.supervised
+    say(
+        f"{len(corpus.train)} answers to learn from ({learned} answer tokens, {learned / read:.0%} of all), "
+        f"{len(corpus.held_out)} kept apart"
+        + "".join(f"; skipped {count}: {reason}" for reason, count in corpus.skipped.items())
+    )
+    draft = make_draft(target, job.shape, job.recipe.seed)
+    features = Features(
+        target, draft.config.target_layer_ids, LossMix.parse(job.recipe.loss).needs_teacher, job.cache, job.cache_limit
+    )
+    features.prepare([*corpus.train, *corpus.held_out], caching)
+    run = Trainer(draft, target, corpus, features, job.recipe, job.output, job.resume)
+    began = time.perf_counter()
+    run.run(log_every=job.log_every, measure_every=job.measure_every, save_every=job.save_every, report=report)
+    measured = run.measure() if corpus.held_out else None
+    if run.processes.first:
+        finish(target, job, corpus, draft, measured, time.perf_counter() - began)
+    return measured
+
+
+def make_draft(target: TorchTarget, shape: Shape, seed: int) -> DFlashDraftModel:
+    """The draft to be trained, in float32, on the target's device.
+
+    Raises:
+        RequestError: an unsafe mask token, impossible taps, or a start of another shape.
+    """
+    if shape.start not in ("target", "random"):
+        draft = load_draft(shape.start, dtype=torch.float32, device=target.device)
+        if draft.config.block_size != shape.block_size:
+            raise RequestError(f"{shape.start} has blocks of {draft.config.block_size}, not {shape.block_size}")
+        return draft
+    mask = default_mask_token(target) if shape.mask_token is None else shape.mask_token
+    check_mask_token(target, mask)
+    taps = default_taps(target.num_layers, shape.taps) if isinstance(shape.taps, int) else shape.taps
+    config = draft_config(
+        target,
+        layers=shape.layers,
+        taps=taps,
+        block_size=shape.block_size,
+        mask_token=mask,
+        sliding_layers=shape.sliding_layers,
+        sliding_window=shape.sliding_window,
+    )
+    draft = DFlashDraftModel(config)
+    initialise(draft, target, shape.start, seed)
+    return draft.to(target.device)
+
+
+def finish(
+    target: TorchTarget,
+    job: Job,
+    corpus: Corpus,
+    draft: DFlashDraftModel,
+    measured: Acceptance | None,
+    seconds: float,
+) -> None:
+    """Write the draft, its card and its curves."""
+    made = Made(
+        target=target.name,
+        licence=job.licence,
+        command=job.command,
+        data=_counts(job.data, corpus),
+        supervised=corpus.supervised,
+        settings=settings_of(job.data[0]),
+        recipe=asdict(job.recipe),
+        blocks=job.recipe.steps * job.recipe.sequences * job.recipe.anchors,
+        seconds=seconds,
+    )
+    save_draft(draft, job.output)
+    write(job.output / "README.md", card(made, draft, measured))
+    with contextlib.suppress(RequestError):  # matplotlib is an extra; the log holds the same numbers
+        plot_run(job.output / "log.jsonl", job.output / "training.png")
+
+
+def _counts(paths: Sequence[Path], corpus: Corpus) -> dict[str, int]:
+    everything = [*corpus.train, *corpus.held_out]
+    return {path.name: sum(s.id.startswith(f"{path.stem}/") for s in everything) for path in paths}
