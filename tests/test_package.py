@@ -95,3 +95,9 @@ def test_the_loop_and_what_it_needs_import_no_framework(path: str) -> None:
     names = {alias.name for node in top if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in top if isinstance(node, ast.ImportFrom)}
     assert not {name.split(".")[0] for name in names} & set(HEAVY)
+
+
+def test_a_backend_that_is_not_installed_is_named() -> None:
+    code = "import sys; sys.modules['torch'] = None; import dflash; dflash.load('smollm2-135m')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "the torch backend needs torch: pip install 'dflash[torch]'" in done.stderr.splitlines()[-1]

@@ -102,4 +102,9 @@ def _backend(name: str | None) -> Any:
     name = name or BACKENDS[0]
     if name not in BACKENDS:
         raise RequestError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
-    return importlib.import_module(f"dflash.backends.{name}.load")
+    try:
+        return importlib.import_module(f"dflash.backends.{name}.load")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("dflash"):
+            raise
+        raise RequestError(f"the {name} backend needs {error.name}: pip install 'dflash[{name}]'") from error

@@ -161,6 +161,16 @@ def _has_byte_level(spec: Any) -> bool:
 # --- out --------------------------------------------------------------------------------------------
 
 
+def text_of(tokenizer: Any) -> Callable[[list[int]], str]:
+    """Token ids to text, special tokens left out."""
+
+    def decode(ids: list[int]) -> str:
+        text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    return decode
+
+
 class Detokenizer:
     """Text of a growing list of tokens, piece by piece; the pieces joined are one decode of all tokens.
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dflash.cli import console
 from dflash.generate import Response
-from dflash.text import Detokenizer, byte_tokens
+from dflash.text import Detokenizer, byte_tokens, text_of
 
 BRACKETS = ("⟦", "⟧")
 ASCII_BRACKETS = ("[", "]")
@@ -35,11 +35,7 @@ class Splitter:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        def decode(ids: list[int]) -> str:
-            text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            return text
-
-        self._detokenizer = Detokenizer(decode, byte_tokens(tokenizer))
+        self._detokenizer = Detokenizer(text_of(tokenizer), byte_tokens(tokenizer))
         self._queue: deque[tuple[int, bool]] = deque()  # characters not yet in any response, and their origin
         self._newest = False  # origin of the newest token: of what the detokenizer still holds back
 

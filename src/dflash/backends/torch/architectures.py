@@ -5,6 +5,7 @@ To add an architecture see CONTRIBUTING.md: one row here, one row in tests/contr
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Anatomy:
         """Whether any layer keeps a recurrent or convolution state."""
         return bool(self.mixers)
 
-    @property
+    @functools.cached_property
     def attention_kinds(self) -> set[str]:
         """The attention kinds present; the models take one mask for each."""
         attending = [w for w, kind in zip(self.windows, self.kinds, strict=True) if kind in (FULL, SLIDING, HYBRID)]

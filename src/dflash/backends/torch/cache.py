@@ -270,6 +270,8 @@ class RollbackCache(Cache):
         self.attention: dict[int | None, AttentionLayer] = {}
         """One layer for each window: all with the same window have the same slots."""
         super().__init__(layers=[self._layer(anatomy, i, step) for i in range(len(anatomy.layers))])
+        self.recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+        """The layers whose state must be replayed."""
 
     def _layer(self, anatomy: Anatomy, i: int, step: int) -> Any:
         kind, states = anatomy.kinds[i], getattr(anatomy.config, "number_of_conv_states", 1)
@@ -285,11 +287,6 @@ class RollbackCache(Cache):
             layer = AttentionLayer(self.rows)
         self.attention.setdefault(layer.window, layer)
         return layer
-
-    @property
-    def recurrent(self) -> list[RecurrentLayer]:
-        """The layers whose state must be replayed."""
-        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
     def mark(self) -> None:
         """Before a block."""

@@ -55,9 +55,9 @@ class TorchVerifier:
         """
         rows, width = scores.shape[0], proposal.width
         drafted = torch.as_tensor(proposal.tokens if width else [[]] * rows, dtype=torch.long, device=scores.device)
+        greatest = scores.argmax(dim=-1)
         if all(row.sampling.plain for row in self.rows):
-            own = scores.argmax(dim=-1)
-            chosen, accepted = own, _agreeing(own, drafted)
+            chosen, accepted = greatest, _agreeing(greatest, drafted)
         else:
             verdicts = [
                 self._verify_row(row, scores[i].float(), drafted[i], None if proposal.q is None else proposal.q[i])
@@ -65,7 +65,8 @@ class TorchVerifier:
             ]
             chosen = torch.stack([tokens for tokens, _ in verdicts]).to(scores.device)
             accepted = torch.stack([count for _, count in verdicts]).to(scores.device)
-        broken = torch.isnan(scores).flatten(1).any(dim=1)
+        # A NaN counts as the greatest: looking at the greatest finds it without reading all scores again.
+        broken = torch.isnan(scores.gather(-1, greatest[..., None])).flatten(1).any(dim=1)
         summary = torch.cat([chosen, accepted[:, None], broken[:, None]], dim=1).tolist()  # the round's one host sync
         if any(line[-1] for line in summary):
             raise NonFiniteScores(
@@ -128,7 +129,8 @@ class _Row:
 
     def commit(self, tokens: list[int]) -> None:
         """These were emitted."""
-        self.noise.advance(len(tokens))
+        if not self.sampling.greedy:
+            self.noise.advance(len(tokens))
         if self._seen is not None:
             self._seen[tokens] = True
 

@@ -1,0 +1,170 @@
+"""Answers by the target: the right ones, each once, whatever interrupts the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dflash
+import tiny
+from dflash.backends.torch.target import TorchTarget
+from dflash.sampling import SamplingParams
+from dflash.train.data import read_corpus
+from dflash.train.prompts import Conversation, read_prompts, spread
+from dflash.train.regenerate import Progress, Settings, read_answers, regenerate, settings_of
+
+TALKS = [
+    Conversation(0, "a", ("hello",)),
+    Conversation(1, "a", ("one two", "and three")),
+    Conversation(3, "b", ("x",)),
+    Conversation(7, "b", ("a longer question than the others", "why", "how")),
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> TorchTarget:
+    return TorchTarget(tiny.model("llama", vocab_size=272), tiny.make_tokenizer(), "tiny llama")
+
+
+def settings(**options: Any) -> Settings:
+    return Settings("tiny llama", **{"max_tokens": 12, **options})
+
+
+def test_answers_are_the_targets_own_and_turns_build_on_them(target: TorchTarget, tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    done = regenerate(target, None, TALKS, file, settings(), batch_size=3)
+    records = {record["id"]: record for record in read_answers(file)}
+    assert set(records) == {"0.0", "1.0", "1.1", "3.0", "7.0", "7.1", "7.2"}
+    assert (done.done, done.total, done.failed) == (7, 7, {})
+    for record in records.values():
+        own = dflash.generate(target, None, None, record["messages"], max_tokens=12)
+        assert record["answer_ids"] == own.tokens
+        assert record["answer"] == own.text
+        assert record["finish_reason"] == own.finish_reason
+        ids = target.tokenizer.apply_chat_template(record["messages"], add_generation_prompt=True, return_dict=True)
+        assert record["prompt_ids"] == ids["input_ids"]
+    assert records["7.2"]["messages"][3]["content"] == records["7.1"]["answer"]
+
+
+def test_a_drafter_changes_nothing_but_the_time(target: TorchTarget, tmp_path: Path) -> None:
+    regenerate(target, None, TALKS, tmp_path / "a.jsonl", settings())
+    regenerate(target, "ngram", TALKS, tmp_path / "b.jsonl", settings())
+    by_id = [sorted(read_answers(tmp_path / name), key=lambda r: r["id"]) for name in ("a.jsonl", "b.jsonl")]
+    assert by_id[0] == by_id[1]
+
+
+@pytest.mark.parametrize("stop_after", [1, 3, 6])
+def test_a_killed_run_goes_on_without_repeating_or_losing(target: TorchTarget, tmp_path: Path, stop_after: int) -> None:
+    file = tmp_path / "answers.jsonl"
+    options = settings(sampling=SamplingParams(temperature=1.0, seed=5))
+
+    def killed(progress: Progress) -> None:
+        if progress.done >= stop_after:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(target, None, TALKS, file, options, 2, killed)
+    with file.open("a") as torn:
+        torn.write('{"id": "9.0", "prompt_ids": [1, 2')  # a line cut off by the kill
+    regenerate(target, None, TALKS, file, options, 2)
+    regenerate(target, None, TALKS, tmp_path / "whole.jsonl", options, 4)
+    ids = [record["id"] for record in read_answers(file)]
+    assert len(ids) == len(set(ids)) == 7
+    whole = {record["id"]: record for record in read_answers(tmp_path / "whole.jsonl")}
+    assert {record["id"]: record for record in read_answers(file)} == whole
+
+
+def test_other_settings_are_refused(target: TorchTarget, tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    regenerate(target, None, TALKS[:1], file, settings())
+    assert settings_of(file)["max_tokens"] == 12
+    with pytest.raises(ValueError, match=r"begun with another max_tokens \(12, now 13\)"):
+        regenerate(target, None, TALKS, file, settings(max_tokens=13))
+
+
+def test_a_prompt_that_does_not_fit_is_counted(target: TorchTarget, tmp_path: Path) -> None:
+    talks = [*TALKS[:1], Conversation(9, "c", ("long " * 400, "after"))]
+    done = regenerate(target, None, talks, tmp_path / "answers.jsonl", settings())
+    assert done.done == 1
+    assert done.failed == {"the prompt is longer than the target's context": 1, "an earlier turn failed": 1}
+
+
+def test_a_file_that_holds_no_answers_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text('{"turns": ["hi"]}\n')
+    with pytest.raises(ValueError, match="line 1: not an answer"):
+        read_answers(tmp_path / "x.jsonl")
+
+
+# --- prompts ----------------------------------------------------------------------------------------
+
+
+def test_prompts_in_each_documented_form(tmp_path: Path) -> None:
+    rows = [
+        {"source": "s", "turns": ["a", "b"]},
+        {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "c"}], "extra": 1},
+        {"prompt": "d"},
+        {"question": "e"},
+    ]
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [c.turns for c in read_prompts(file).conversations] == [("a", "b"), ("c",), ("d",), ("e",)]
+    lines = tmp_path / "p.txt"
+    lines.write_text("first\nsecond\n")
+    assert [c.turns for c in read_prompts(lines).conversations] == [("first",), ("second",)]
+
+
+BAD = ["[]", '"text"', "{}", '{"turns": []}', '{"turns": [""]}', '{"turns": [3]}', '{"messages": []}', "not json", ""]
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_bad_row_is_skipped_and_counted_and_many_are_fatal(tmp_path: Path, line: str) -> None:
+    """R11."""
+    file = tmp_path / "p.jsonl"
+    file.write_text(f"{line}\n" + '{"prompt": "good"}\n' * 20)
+    read = read_prompts(file)
+    assert len(read.conversations) == 20
+    assert sum(read.skipped.values()) == 1
+    assert read.conversations[0].index == 1
+    file.write_text(f"{line}\n" * 5 + '{"prompt": "good"}\n' * 20)
+    with pytest.raises(ValueError, match="5 of 25 rows cannot be used"):
+        read_prompts(file)
+
+
+def test_a_huge_turn_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text(json.dumps({"prompt": "x" * 1_000_000}) + "\n")
+    assert len(read_prompts(file).conversations[0].turns[0]) == 1_000_000
+
+
+def test_spread_takes_evenly() -> None:
+    talks = [Conversation(i, "s", ("x",)) for i in range(10)]
+    assert [c.index for c in spread(talks, 5)] == [0, 2, 4, 6, 8]
+    assert spread(talks, None) == spread(talks, 50) == talks
+
+
+# --- what is learned from ---------------------------------------------------------------------------
+
+
+def test_a_corpus_keeps_whole_conversations_apart(target: TorchTarget, tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    regenerate(target, None, TALKS, file, settings())
+    corpus = read_corpus([file], held_out=2, max_length=100)
+    groups = [{s.id.split(".")[0] for s in part} for part in (corpus.train, corpus.held_out)]
+    assert len(groups[1]) == 2
+    assert not groups[0] & groups[1]
+    assert len(corpus.train) + len(corpus.held_out) == 7
+    answered = {token for s in corpus.train for token in s.ids[s.prompt :]}
+    assert corpus.vocabulary().tolist() == sorted(answered)
+
+
+def test_nothing_to_learn_from_is_an_error(tmp_path: Path) -> None:
+    """R5."""
+    file = tmp_path / "answers.jsonl"
+    file.write_text(json.dumps({"id": "0.0", "prompt_ids": [1, 2, 3], "answer_ids": [4]}) + "\n")
+    with pytest.raises(ValueError, match="nothing to learn from"):
+        read_corpus([file], 0, 100)
+    with pytest.raises(ValueError, match="does not exist: make it with dflash regenerate"):
+        read_corpus([tmp_path / "none.jsonl"], 0, 100)
