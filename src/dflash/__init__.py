@@ -99,7 +99,7 @@ def load_draft(
 
 
 def _backend(name: str | None) -> Any:
-    name = name or BACKENDS[0]
+    name = BACKENDS[0] if name is None else name
     if name not in BACKENDS:
         raise RequestError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
     try:

@@ -107,6 +107,8 @@ def _rounds(
         pending = [outputs[row].tokens[-1] for row in rows]
         room = _room(target, session.lengths, [outputs[row].remaining for row in rows], block_size)
         proposal = drafting.propose(pending, room) if room else NOTHING
+        if proposal.width > room:
+            raise RequestError(f"the drafter proposed {proposal.width} tokens where there is room for {room}")
         with session.verify(pending, proposal) as ahead:
             verdict = verifier(proposal, ahead.scores)
             emitted = [_emit(row, outputs[row], verdict, i, proposal.width) for i, row in enumerate(rows)]

@@ -228,6 +228,8 @@ def as_drafter(draft: DraftLike) -> Drafter:
         raise RequestError(
             f"draft {draft!r} is a name: load the draft with load_draft({draft!r}), or pass 'ngram', 'none' or None"
         )
+    if not isinstance(draft, Drafter):
+        raise RequestError(f"draft must be a drafter, 'ngram', 'none' or None, not {type(draft).__name__}")
     return draft
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from dflash.sampling import SamplingParams
 
@@ -162,6 +162,7 @@ class Drafting(Protocol):
         ...
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Something that proposes blocks: a DFlash draft, prompt lookup, nothing at all."""
 

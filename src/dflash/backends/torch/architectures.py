@@ -108,6 +108,9 @@ def dissect(model: PreTrainedModel) -> Anatomy:
     kinds, details = get_layer_types_and_kwargs(config)
     if getattr(config, "kv_sharing_modes", None) is not None and DUMMY in kinds:
         raise UnsupportedTarget(f"{name}: layers that share another layer's keys and values cannot be rolled back yet")
+    sizes = sorted({d["sliding_window"] for d in details if d.get("sliding_window") is not None})
+    if len(sizes) > 1:
+        raise UnsupportedTarget(f"{name} has windows of different sizes ({', '.join(map(str, sizes))}): not supported")
     unknown = sorted(set(kinds) - set(CACHE_KINDS))
     if unknown:
         raise UnsupportedTarget(
@@ -117,6 +120,8 @@ def dissect(model: PreTrainedModel) -> Anatomy:
     layers = getattr(model.get_decoder(), "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise UnsupportedTarget(f"{name}: looked for a list of decoder layers at get_decoder().layers and found none")
+    if len(layers) != len(kinds):
+        raise UnsupportedTarget(f"{name} has {len(layers)} decoder layers, its config describes {len(kinds)} caches")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or head is None:
         raise UnsupportedTarget(
@@ -142,6 +147,22 @@ def _mixer(name: str, layer: nn.Module) -> nn.Module:
 def seams(mixer: nn.Module) -> Mixer:
     """The row of ``MIXERS`` for a module found by ``dissect``."""
     return MIXERS[type(mixer).__name__]
+
+
+def context_length(config: Any) -> int | None:
+    """Positions the model can be read on to, one block like another; None where its config does not say.
+
+    LongRoPE (Phi-3) changes the angles of all positions once a forward reaches past its original context:
+    what was cached before would not fit what comes after, so it ends there.
+    """
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for own in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if own.get("rope_type") == "longrope":
+            original = own.get("original_max_position_embeddings")
+            original = original or getattr(config, "original_max_position_embeddings", None)
+            length = min(size for size in (length, original) if size is not None)
+    return length
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

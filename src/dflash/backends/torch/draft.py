@@ -300,7 +300,7 @@ class _Sampler:
 
     def draw(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [K] and the distributions [K, vocab] they were drawn from."""
-        if not self.samples:
+        if not self.samples or not bool(torch.isfinite(scores).all()):
             tokens = scores.argmax(dim=-1)
             return tokens, F.one_hot(tokens, scores.shape[-1]).double()
         q = probabilities(scores, self.sampling)

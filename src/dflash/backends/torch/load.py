@@ -19,8 +19,8 @@ from dflash.backends.torch.gguf import unpacked
 from dflash.backends.torch.target import TorchTarget
 from dflash.checkpoint import Weights, check_files, fetch_target, find_weights, locate, locate_draft
 from dflash.draft_config import DFlashConfig
-from dflash.errors import CheckpointError, RequestError, UnsupportedTarget
-from dflash.protocols import Proposal
+from dflash.errors import CheckpointError, DFlashError, RequestError, UnsupportedTarget
+from dflash.protocols import Features, Proposal
 from dflash.text import repair_decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -132,29 +132,50 @@ def load_draft(
 
 
 def check_rollback(target: TorchTarget) -> None:
-    """A block behind a filled cache, after a rejection, must be read as one forward over the same text.
+    """What is read in chunks, in rows of different lengths and behind rejections must be as one forward has it.
 
-    Releases of transformers differ here: some forgot the recurrent state when several tokens came in at
-    once (huggingface/transformers PR 45513). Twelve tokens tell.
+    Releases of transformers differ here: some forgot the recurrent state when several tokens came in at once
+    (huggingface/transformers PR 45513); some decoders take positions from the cache. Twelve tokens tell.
 
     Raises:
-        UnsupportedTarget: they are read differently.
+        UnsupportedTarget: it is not, or the model cannot be read that way at all.
     """
+    name = f"{type(target.model).__name__} in transformers {transformers.__version__}"
+    try:
+        error = _rollback_error(target)
+    except DFlashError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as failure:
+        raise UnsupportedTarget(f"{name} cannot be read block by block: {_one_line(failure)}") from failure
+    if not error < (1e-3 if target.model.dtype == torch.float32 else 0.2):
+        raise UnsupportedTarget(
+            f"{name} does not read on correctly from a cache that was rolled back (relative error {error:.2g}): "
+            "answers would not be the target's own"
+        )
+
+
+def _rollback_error(target: TorchTarget) -> float:
+    """The largest relative error of scores: of two ragged rows read in chunks, and of a block behind a rejection."""
     text = [(i * 7919 + 13) % target.vocab_size for i in range(12)]
     with torch.inference_mode():
-        whole = target.model(torch.tensor([text], device=target.device)).logits[:, 7:].float()
+        whole = target.model(torch.tensor([text], device=target.device)).logits.float()
+
+    def ignore(tokens: list[list[int]], features: Features) -> None:
+        return None
+
+    rows = target.start(2, (), 8, 4)
+    first = rows.prefill([text[:9], text[:2]], ignore)
+    with rows.verify([text[9], text[2]], Proposal([text[10:12], text[3:5]], 2)) as ahead:
+        pairs = [(first[0], whole[0, 8:9]), (first[1], whole[0, 1:2])]
+        pairs += [(ahead.scores[0], whole[0, 9:12]), (ahead.scores[1], whole[0, 2:5])]
     session = target.start(1, (0, target.num_layers - 1), 8, 8)
-    session.prefill([text[:6]], lambda tokens, features: None)
+    session.prefill([text[:6]], ignore)
     with session.verify(text[6:7], Proposal([text[:3]], 3)) as ahead:
         ahead.keep([1])
     with session.verify(text[7:8], Proposal([text[8:]], 4)) as ahead:
-        error = float((whole - ahead.scores.float()).norm() / whole.norm())
+        pairs.append((ahead.scores[0], whole[0, 7:]))
         ahead.keep([5])
-    if not error < (1e-3 if target.model.dtype == torch.float32 else 0.2):
-        raise UnsupportedTarget(
-            f"{type(target.model).__name__} in transformers {transformers.__version__} does not read on correctly from "
-            f"a cache that was rolled back (relative error {error:.2g}): answers would not be the target's own"
-        )
+    return max(float((have.float() - want).norm() / want.norm()) for have, want in pairs)
 
 
 def _check_weights(folder: Path, weights: Weights, expected: dict[str, tuple[int, ...]]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, dissect, eos_ids, seams
+from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, context_length, dissect, eos_ids, seams
 from dflash.backends.torch.attention import GROUPED
 from dflash.backends.torch.cache import RollbackCache, Rows, record
 from dflash.backends.torch.verify import TorchVerifier
@@ -49,7 +49,7 @@ class TorchTarget:
         self.vocab_size: int = self.anatomy.embedding.num_embeddings
         self.num_layers = len(self.anatomy.layers)
         self.hidden_size: int = config.hidden_size
-        self.context_length: int | None = getattr(config, "max_position_embeddings", None)
+        self.context_length = context_length(config)
         self.eos_ids = eos_ids(model, tokenizer)
         self.device: torch.device = self.anatomy.embedding.weight.device
         _attach_taps(self.anatomy.layers)
@@ -65,6 +65,8 @@ class TorchTarget:
         bad = [tap for tap in taps if not 0 <= tap < self.num_layers]
         if bad:
             raise RequestError(f"tap {bad[0]} is no layer of {self.name}: valid ids are 0 to {self.num_layers - 1}")
+        if self.model.training:
+            raise RequestError(f"{self.name} is in training mode, where answers are random: call model.eval() first")
         if self.anatomy.recurrent and rows > 1:
             return RowByRow([TorchSession(self, 1, tuple(taps), step, chunk) for _ in range(rows)])
         return TorchSession(self, rows, tuple(taps), step, chunk)
@@ -168,8 +170,7 @@ class TorchSession:
         """One forward over the pending token and the proposal. See ``protocols.Session``."""
         block = torch.tensor(pending, device=self.target.device)[:, None]
         if proposal.width:
-            drafted = torch.as_tensor(proposal.tokens, device=self.target.device)
-            block = torch.cat([block, drafted], dim=1)
+            block = torch.cat([block, self._drafted(proposal, len(pending))], dim=1)
         self.cache.mark()
         ahead = None
         try:
@@ -179,6 +180,20 @@ class TorchSession:
             if ahead is None or not ahead.kept:
                 self.cache.restore()
                 self.cache.tapped.clear()
+
+    def _drafted(self, proposal: Proposal, rows: int) -> Tensor:
+        """Proposed tokens [rows, K]; a drafter that breaks the protocol is told so."""
+        drafted = torch.as_tensor(proposal.tokens, device=self.target.device)
+        if drafted.shape != (rows, proposal.width) or drafted.dtype.is_floating_point:
+            raise RequestError(
+                f"the drafter must propose whole numbers [{rows} rows, {proposal.width}], not {drafted.dtype} "
+                f"{list(drafted.shape)}"
+            )
+        if not isinstance(proposal.tokens, Tensor):  # a tensor's values are not read back: that would cost a sync
+            bad = next((t for row in proposal.tokens for t in row if not 0 <= t < self.target.vocab_size), None)
+            if bad is not None:
+                raise RequestError(f"the drafter proposed token {bad}, which is outside the target's vocabulary")
+        return drafted
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows."""

@@ -24,6 +24,8 @@ from dflash.protocols import Proposal, Verdict
 from dflash.sampling import SamplingParams
 
 VERIFICATIONS = ("match", "rejection")
+_BANNED, _NAN = 1, 2
+"""Faults of a round, the worse the greater."""
 
 
 class TorchVerifier:
@@ -52,26 +54,27 @@ class TorchVerifier:
 
         Raises:
             NonFiniteScores: the target's scores hold NaN.
+            RequestError: every token is banned.
         """
         rows, width = scores.shape[0], proposal.width
         drafted = torch.as_tensor(proposal.tokens if width else [[]] * rows, dtype=torch.long, device=scores.device)
         greatest = scores.argmax(dim=-1)
+        # A NaN counts as the greatest: looking at the greatest finds it without reading all scores again.
+        best = scores.gather(-1, greatest[..., None])[..., 0]
         if all(row.sampling.plain for row in self.rows):
             chosen, accepted = greatest, _agreeing(greatest, drafted)
         else:
+            adjusted = [row.adjust(scores[i].float(), drafted[i]) for i, row in enumerate(self.rows)]
             verdicts = [
-                self._verify_row(row, scores[i].float(), drafted[i], None if proposal.q is None else proposal.q[i])
+                self._verify_row(row, adjusted[i], drafted[i], None if proposal.q is None else proposal.q[i])
                 for i, row in enumerate(self.rows)
             ]
             chosen = torch.stack([tokens for tokens, _ in verdicts]).to(scores.device)
             accepted = torch.stack([count for _, count in verdicts]).to(scores.device)
-        # A NaN counts as the greatest: looking at the greatest finds it without reading all scores again.
-        broken = torch.isnan(scores.gather(-1, greatest[..., None])).flatten(1).any(dim=1)
-        summary = torch.cat([chosen, accepted[:, None], broken[:, None]], dim=1).tolist()  # the round's one host sync
-        if any(line[-1] for line in summary):
-            raise NonFiniteScores(
-                "the target's scores are not numbers (NaN): try dtype float32 or bfloat16, and check its weights"
-            )
+            best = torch.where(best.isnan(), best.float(), torch.stack([row.amax(dim=-1) for row in adjusted]))
+        fault = (best.isnan() * _NAN + best.isneginf() * _BANNED).amax(dim=1)
+        summary = torch.cat([chosen, accepted[:, None], fault[:, None]], dim=1).tolist()  # the round's one host sync
+        _raise(max(line[-1] for line in summary))
         counts = [line[width + 1] for line in summary]
         tokens = [line[: count + 1] for line, count in zip(summary, counts, strict=True)]
         for row, new in zip(self.rows, tokens, strict=True):
@@ -84,7 +87,6 @@ class TorchVerifier:
 
     def _verify_row(self, row: _Row, scores: Tensor, drafted: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor]:
         """Tokens [K + 1], of which the first accepted + 1 count, and how many were accepted."""
-        scores = row.adjust(scores, drafted)
         if row.sampling.greedy:
             own = scores.argmax(dim=-1)
             return own, _agreeing(own[None], drafted[None])[0]
@@ -125,7 +127,7 @@ class _Row:
             seen = seen.cummax(dim=0).values if len(drafted) else seen
             penalty = self.sampling.repetition_penalty
             scores = torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
-        return scores
+        return scores.clamp(max=torch.finfo(scores.dtype).max)
 
     def commit(self, tokens: list[int]) -> None:
         """These were emitted."""
@@ -166,7 +168,8 @@ def probabilities(scores: Tensor, sampling: SamplingParams) -> Tensor:
         scores = scores.cpu()
     ids = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)  # these warpers read no history
     if sampling.temperature != 1.0:
-        scores = TemperatureLogitsWarper(sampling.temperature)(ids, scores)
+        # From the greatest down, so that the least of temperatures does not overflow.
+        scores = TemperatureLogitsWarper(float(sampling.temperature))(ids, scores - scores.amax(dim=-1, keepdim=True))
     if sampling.top_k:
         scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
     if sampling.top_p < 1.0:
@@ -201,16 +204,27 @@ def reject(
     width = len(drafted)
     if q is None:
         q = torch.nn.functional.one_hot(drafted, p.shape[-1])
-    q = q.to(p)
+    q = q.to(p).nan_to_num()
     steps = torch.arange(width, device=p.device)
     stands = accepting_noise[:width] * q[steps, drafted] < p[steps, drafted]
     accepted = stands.long().cumprod(dim=0).sum()
     # What replaces a fallen token at each position, and the bonus behind the last.
     residual = torch.cat([(p[:width] - q).clamp(min=0.0), p[width:]])
+    # Nothing is left where q is p, and then nothing falls there: but for a q that is no distribution.
+    residual = torch.where(residual.sum(dim=-1, keepdim=True) > 0, residual, p)
     own = draw(residual[accepted][None], sampling_noise[accepted][None])
     chosen = torch.cat([drafted, own])
     chosen[accepted] = own[0]
     return chosen, accepted
+
+
+def _raise(fault: int) -> None:
+    if fault == _NAN:
+        raise NonFiniteScores(
+            "the target's scores are not numbers (NaN): try dtype float32 or bfloat16, and check its weights"
+        )
+    if fault == _BANNED:
+        raise RequestError("logit_bias bans every token: leave at least one")
 
 
 def _agreeing(own: Tensor, drafted: Tensor) -> Tensor:
