@@ -772,3 +772,19 @@ def test_weights_name_their_files_and_shapes(folder: Path) -> None:
     weights = find_weights(folder)
     assert weights.files == shards(folder)
     assert weights.shapes == {name: tuple(tensor.shape) for name, tensor in draft().state_dict().items()}
+
+
+@pytest.mark.parametrize(("load", "what", "message"), [
+    (dflash.load, 5, "not by a int"),
+    (dflash.load_draft, None, "not by a NoneType"),
+    (dflash.load_draft, "smollm2-135m", "is a target; no draft"),
+])  # fmt: skip
+def test_what_is_no_name_is_told_apart(load: Any, what: Any, message: str) -> None:
+    with pytest.raises(ModelNotFound, match=message):
+        load(what)
+
+
+def test_a_draft_loaded_as_a_target_is_told(tmp_path: Path) -> None:
+    folder = tiny.save_draft(tiny.draft(tiny.target("qwen3")), tmp_path / "my-draft")
+    with pytest.raises(UnsupportedTarget, match="my-draft is a DFlash draft, not a target: load it with load_draft"):
+        dflash.load(folder)

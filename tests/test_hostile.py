@@ -84,6 +84,17 @@ def test_what_is_no_drafter_is_refused(bad: Any) -> None:
         generate(tiny.target("qwen3"), bad, tiny.tokenizer(), PROMPT)
 
 
+@pytest.mark.parametrize("bad", ["llama", None, tiny.model("llama")], ids=["name", "none", "module"])
+def test_what_is_no_target_is_refused(bad: Any) -> None:
+    with pytest.raises(RequestError, match=r"model must come from dflash.load"):
+        generate(bad, None, tiny.tokenizer(), PROMPT)
+
+
+def test_a_bias_may_be_a_whole_number() -> None:
+    params = SamplingParams(logit_bias={5: 100})
+    assert answer(tiny.target("qwen3"), NoDrafter(), params) == [5] * 12
+
+
 def test_a_draft_of_nan_harms_no_answer_under_rejection() -> None:
     of = tiny.target("qwen3")
     made = tiny.draft(of)

@@ -40,6 +40,8 @@ def locate(id_or_path: str | Path) -> Place:
     Raises:
         ModelNotFound: an alias whose package is not installed, or a path that does not exist.
     """
+    if not isinstance(id_or_path, (str, Path)):
+        raise ModelNotFound(f"a model is named by a hub id, a path or an alias, not by a {type(id_or_path).__name__}")
     name = str(id_or_path)
     if name == DEFAULT_MODEL:
         return _default_model()
@@ -62,7 +64,11 @@ def locate_draft(id_or_path: str | Path, revision: str | None = None) -> Path:
     Raises:
         ModelNotFound: neither exists.
     """
-    path = Path(str(id_or_path)).expanduser()
+    if not isinstance(id_or_path, (str, Path)):
+        raise ModelNotFound(f"a draft is named by a hub id or a folder, not by a {type(id_or_path).__name__}")
+    if id_or_path == DEFAULT_MODEL:
+        raise ModelNotFound(f"{DEFAULT_MODEL} is a target; no draft for it is shipped yet: use 'ngram', or train one")
+    path = Path(id_or_path).expanduser()
     if path.is_dir():
         return path
     if path.is_file():
@@ -94,7 +100,7 @@ def _fetch(name: str, revision: str | None, patterns: list[str]) -> Path:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=others))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFound(
-            f"no model {name!r}: it is no local folder, and the hub did not give it "
+            f"no model {name!r}: it is no alias ({DEFAULT_MODEL}), no local folder, and the hub did not give it "
             f"({' '.join(str(error).split()) or type(error).__name__})"
         ) from error
 

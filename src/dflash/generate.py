@@ -56,7 +56,7 @@ class Generation:
     Attributes:
         text, tokens: the answer.
         rounds: tokens each round yielded (drafts accepted plus one, cut at the end), the prefill's not counted.
-        accepted: drafted tokens that stood, in all.
+        accepted, proposed: drafted tokens that stood, and that were drafted, in all.
         The others are those of the last ``Response``.
     """
 
@@ -64,6 +64,7 @@ class Generation:
     tokens: list[int]
     rounds: list[int]
     accepted: int
+    proposed: int
     prompt_tokens: int
     prompt_tps: float
     generation_tokens: int
@@ -106,7 +107,8 @@ def stream_generate(
         model: from ``load``.
         draft: from ``load_draft``; or ``"ngram"``, another drafter, or None for plain decoding.
         tokenizer: a transformers tokenizer, or None for the target's own.
-        prompt: a string, token ids, or chat messages.
+        prompt: chat messages, which go through the chat template; a string, which does not (raw text, or an
+            already rendered template); or token ids.
         block_size: tokens verified at once, the pending one included; the draft's own by default.
         stop: strings that end the answer.
         enable_thinking: handed to the chat template.
@@ -117,6 +119,8 @@ def stream_generate(
         RequestError: a prompt or an option that cannot be served.
         IncompatibleDraft: the draft was made for another target.
     """
+    if not isinstance(model, Target):
+        raise RequestError(f"model must come from dflash.load, not be a {type(model).__name__}")
     bias = {} if logit_bias is None else logit_bias
     sampling = SamplingParams(temperature, top_p, top_k, min_p, repetition_penalty, bias, seed)
     tokenizer = model.tokenizer if tokenizer is None else tokenizer
@@ -166,6 +170,7 @@ def collect(stream: Iterator[Response]) -> Generation:
         tokens=[token for r in responses for token in r.tokens],
         rounds=[len(r.tokens) for r in responses[1:]],
         accepted=sum(r.accepted for r in responses),
+        proposed=sum(r.proposed for r in responses),
         prompt_tokens=last.prompt_tokens,
         prompt_tps=last.prompt_tps,
         generation_tokens=last.generation_tokens,

@@ -113,10 +113,13 @@ class Verifier(Protocol):
         ...
 
 
+@runtime_checkable
 class Target(Protocol):
     """A loaded target model. Also unpacks as ``model, tokenizer``."""
 
     name: str
+    backend: str
+    device: Any
     model: Any
     tokenizer: Any
     vocab_size: int

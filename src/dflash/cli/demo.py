@@ -107,12 +107,16 @@ def _report(drafted: Generation, plain: Generation, pair: Pair, out: Console) ->
         out.print(f"identical to plain decoding: yes, all {len(plain.tokens)} tokens")
     else:
         out.print("identical to plain decoding: NO (dflash verify tells more)", style="bold red")
-    out.print(f"{drafted.acceptance_length:.2f} tokens a round; rounds by the tokens they gave:")
+    out.print(
+        f"{len(drafted.rounds)} passes of the model instead of {len(plain.rounds)}, "
+        f"{drafted.acceptance_length:.2f} tokens each; passes by the tokens they gave:"
+    )
     for line in figures.histogram(drafted.rounds, pair.block_size, console.prints_unicode(out)):
         out.print(f"  {line}", style="dim", soft_wrap=True)
     if plain.generation_tps and drafted.generation_tps:
         out.print(
-            f"speed-up {drafted.generation_tps / plain.generation_tps:.2f}x: {drafted.generation_tps:.1f} tok/s "
+            f"{'speed-up' if drafted.generation_tps >= plain.generation_tps else 'SLOWER, speed-up'} "
+            f"{drafted.generation_tps / plain.generation_tps:.2f}x: {drafted.generation_tps:.1f} tok/s "
             f"against {plain.generation_tps:.1f} (one run each, just now, on this machine)",
             soft_wrap=True,
         )

@@ -24,12 +24,12 @@ def summary(answer: Generation, drafter: str, block_size: int) -> str:
 
 
 def histogram(rounds: Sequence[int], block_size: int, unicode: bool = True) -> list[str]:
-    """Which share of the rounds gave 1, 2, ... block_size tokens: one line each."""
+    """Which share of the rounds gave 1, 2, ... block_size tokens: one line for each number that occurred."""
     counts = Counter(rounds)
     digits = len(str(block_size))
     lines = []
-    for tokens in range(1, block_size + 1):
-        share = counts[tokens] / max(len(rounds), 1)
+    for tokens in sorted(counts):
+        share = counts[tokens] / len(rounds)
         lines.append(f"{tokens:>{digits}} {_bar(share, unicode):<{BAR_WIDTH}} {share:4.0%}")
     return lines
 

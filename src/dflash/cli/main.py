@@ -29,7 +29,9 @@ class Commands(TyperGroup):
         with console.plain_warnings():
             try:
                 return super().invoke(ctx)
-            except DFlashError as error:
+            except (DFlashError, OSError) as error:
+                if isinstance(error, BrokenPipeError):  # the reader has left: typer ends quietly
+                    raise
                 console.say("error", error, "bold red")
                 raise typer.Exit(ERROR_STATUS) from error
 

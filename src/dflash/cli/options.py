@@ -18,7 +18,7 @@ Model = Annotated[
     str,
     typer.Option(
         metavar="M",
-        help="The target: a hub id, a folder, a .gguf file or an alias.",
+        help="The target: a hub id, a folder, a .gguf file or the alias smollm2-135m.",
         rich_help_panel=_LOADING,
     ),
 ]
@@ -33,7 +33,8 @@ Drafter = Annotated[
     typer.Option(
         metavar="WHO",
         help="Who proposes: dflash (a draft), ngram (text seen before) or none (plain decoding). "
-        "By default dflash where --draft is given, else ngram.",
+        "By default dflash where --draft is given, else ngram, which pays where answers repeat text and may cost a "
+        "little elsewhere.",
         show_default=False,
         rich_help_panel=_LOADING,
     ),

@@ -86,6 +86,8 @@ class Pair:
             **asdict(self.wanted),
             "drafter": self.wanted.kind,
             "block_size": self.block_size,
+            "backend": self.target.backend,
+            "device": str(self.target.device),
             "dtype": self.dtype,
             "dflash": dflash.__version__,
         }

@@ -18,7 +18,7 @@ from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.gguf import unpacked
 from dflash.backends.torch.target import TorchTarget
 from dflash.checkpoint import Weights, check_files, fetch_target, find_weights, locate, locate_draft
-from dflash.draft_config import DFlashConfig
+from dflash.draft_config import ARCHITECTURE, DFlashConfig
 from dflash.errors import CheckpointError, DFlashError, RequestError, UnsupportedTarget
 from dflash.protocols import Features, Proposal
 from dflash.text import repair_decoder
@@ -56,6 +56,10 @@ def load(
 
 def _model(name: str, folder: Path, config: Any, dtype: Any, trust_remote_code: bool) -> PreTrainedModel:
     """The model of a folder, all of its weights found."""
+    if ARCHITECTURE in (config.architectures or []):
+        raise UnsupportedTarget(
+            f"{name} is a DFlash draft, not a target: load it with load_draft, or give it as --draft"
+        )
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None and not trust_remote_code:
         raise UnsupportedTarget(f"{name} ({config.model_type}) is no causal language model of transformers")
@@ -201,10 +205,14 @@ def _device(device: str | torch.device | None) -> torch.device:
         try:
             return torch.empty(0, device=device).device
         except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
-            raise RequestError(f"no device {device!r} here: try cpu, cuda or mps") from error
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+            raise RequestError(f"no device {device!r} here: there is {', '.join(_devices())}") from error
+    return torch.device(_devices()[0])
+
+
+def _devices() -> list[str]:
+    """What this machine has, the best first."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    return [*(["cuda"] if cuda else []), *(["mps"] if mps else []), "cpu"]
 
 
 def _dtype(dtype: str | torch.dtype | None, device: torch.device, default: Any) -> Any:

@@ -34,6 +34,8 @@ class TorchTarget:
         name: for messages.
     """
 
+    backend = "torch"
+
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
         """
         Raises:

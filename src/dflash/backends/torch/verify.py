@@ -111,7 +111,9 @@ class _Row:
             if beyond >= vocab_size:
                 raise RequestError(f"logit_bias names token {beyond}; the vocabulary ends at {vocab_size - 1}")
             self._bias = torch.zeros(vocab_size, device=device)
-            self._bias[list(sampling.logit_bias)] = torch.tensor(list(sampling.logit_bias.values()), device=device)
+            self._bias[list(sampling.logit_bias)] = torch.tensor(
+                list(sampling.logit_bias.values()), dtype=torch.float32, device=device
+            )
         if sampling.repetition_penalty != 1.0:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._seen[list(prompt)] = True
