@@ -1,6 +1,7 @@
 # Two commands on a fresh machine with Python 3.10+ and make: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
+DTYPE ?= float32
 BIN = $(VENV)/bin
 
 .PHONY: demo test check bench clean
@@ -15,7 +16,7 @@ test: $(VENV)/ready
 	$(BIN)/python -m pytest
 
 bench: $(VENV)/ready
-	$(BIN)/python benchmarks/plain_loop.py
+	$(BIN)/python benchmarks/plain_loop.py --dtype $(DTYPE)
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -84,7 +84,7 @@ def test_rows_are_kept_in_the_order_asked_for() -> None:
     assert drafting.propose([E, B], 1).tokens == [[Y], [C]]
     drafting.extend([[E], [B]], Features(None, [1, 1]))
     drafting.select([1])
-    assert drafting.propose([C], 2).tokens == [[A, B]]
+    assert drafting.propose([C], 2).tokens == [[A]]  # one token: that row's last proposal fell
 
 
 def test_history_grows_in_pieces_as_in_one() -> None:
@@ -97,7 +97,8 @@ def test_history_grows_in_pieces_as_in_one() -> None:
         history = history[size:]
         whole = lookup(list(pieces._rows[0].tokens))
         for pending in range(4):
-            assert pieces.propose([pending], 6) == whole.propose([pending], 6)
+            own, want = pieces._rows[0], whole._rows[0]
+            assert own.continuation(pending, 6) == want.continuation(pending, 6)
 
 
 def test_proposals_are_what_a_search_of_the_whole_history_finds() -> None:
@@ -153,3 +154,17 @@ def test_senseless_block_size_is_refused(options: dict[str, Any]) -> None:
 def test_senseless_ngram_lengths_are_refused(sizes: tuple[Any, Any]) -> None:
     with pytest.raises(RequestError, match="n-gram"):
         NGramDrafter(min_ngram=sizes[0], max_ngram=sizes[1])
+
+
+def test_proposals_shrink_where_they_fall_and_grow_where_they_stand() -> None:
+    """What an answer that does not repeat would pay for blocks that are always wrong."""
+    drafting = NGramDrafter(block_size=8, min_ngram=1).start(None, [SamplingParams()], "match", 8)  # type: ignore[arg-type]
+    drafting.extend([[1] * 40], Features(None, [40]))
+    widths = []
+    for stood in (0, 0, 1, 3, 2, 7):  # of 7, 1, 1, 3, 7 and 2 proposed
+        width = drafting.propose([1], 7).width
+        widths.append(width)
+        new = min(stood, width) + 1
+        drafting.extend([[1] * new], Features(None, [new]))
+    widths.append(drafting.propose([1], 7).width)
+    assert widths == [7, 1, 1, 3, 7, 2, 5]

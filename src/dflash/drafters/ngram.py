@@ -38,16 +38,31 @@ class NGramDrafter:
 
     def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> _Lookup:
         """Empty histories for as many rows as there are sampling parameters."""
-        return _Lookup([_History(self.sizes) for _ in sampling])
+        return _Lookup([_History(self.sizes, self.block_size) for _ in sampling])
 
 
 class _History:
     """The tokens of one row, and where each n-gram was last seen to end."""
 
-    def __init__(self, sizes: range) -> None:
+    def __init__(self, sizes: range, trust: int) -> None:
         self.tokens: list[int] = []
         self.sizes = sizes
+        self._trust = trust
+        self._proposed = 0
         self._ends: dict[tuple[int, ...], int] = {}
+
+    def judge(self, accepted: int) -> None:
+        """Propose more after what stood whole, less after what fell: a longer block costs more to check."""
+        if self._proposed:
+            self._trust = 2 * self._trust + 1 if accepted >= self._proposed else max(1, accepted)
+        self._proposed = 0
+
+    def propose(self, pending: int, room: int) -> list[int]:
+        """A continuation as long as the last ones deserve, at most ``room`` tokens."""
+        found = self.continuation(pending, min(room, self._trust))
+        self._trust = min(self._trust, max(room, 1))
+        self._proposed = len(found)
+        return found
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
@@ -89,10 +104,11 @@ class _Lookup:
 
     def extend(self, tokens: list[list[int]], features: Features) -> None:
         for row, new in zip(self._rows, tokens, strict=True):
+            row.judge(len(new) - 1)
             row.extend(new)
 
     def propose(self, pending: list[int], room: int) -> Proposal:
-        found = [row.continuation(token, room) for row, token in zip(self._rows, pending, strict=True)]
+        found = [row.propose(token, room) for row, token in zip(self._rows, pending, strict=True)]
         width = max(map(len, found))
         if width == 0:
             return NOTHING
