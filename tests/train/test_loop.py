@@ -14,11 +14,14 @@ import pytest
 import torch
 
 import tiny
+from dflash.backends.torch.draft import DFlashDraftModel
+from dflash.backends.torch.target import TorchTarget
 from dflash.decode import Request, decode
 from dflash.limits import Output
 from dflash.sampling import SamplingParams
 from dflash.train import checkpoint
 from dflash.train.data import Plan
+from dflash.train.start import check_mask_token, default_mask_token, default_taps, draft_config, initialise
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3-next"])
@@ -178,3 +181,52 @@ def test_every_sequence_once_an_epoch_and_other_anchors_each_time() -> None:
     assert len({tuple(d) for d in drawn}) > 15
     assert plan.draw(3, 0, range(5, 40)) == drawn[3]
     assert plan.draw(0, 0, range(5, 7)) == [5, 6]
+
+
+def test_others_make_the_reduced_softmax_an_estimate_of_the_full_one(tmp_path: Path) -> None:
+    """With all the others drawn it is the full softmax; with some, its partition function on average."""
+    target = tiny.target("qwen3")
+    train = corpora.answers(target, 5)
+    full = corpora.trainer(target, train, tmp_path / "full", vocabulary="full", loss="0.5*ce+0.5*kl")
+    exact = corpora.trainer(target, train, tmp_path / "all", others=64, loss="0.5*ce+0.5*kl")
+    assert 0 < len(exact._outside) < 64
+    for a, b in zip(full.draft.parameters(), exact.draft.parameters(), strict=True):
+        assert torch.equal(a, b)
+    full.run(until=3)
+    exact.run(until=3)
+    for a, b in zip(weights(full), weights(exact), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
+    few = corpora.trainer(target, train, tmp_path / "few", others=4)
+    drawn = [tuple(few.plan.others(step, few._outside, 4).tolist()) for step in range(5)]
+    assert len(set(drawn)) > 1
+    assert drawn[2] == tuple(few.plan.others(2, few._outside, 4).tolist())
+
+
+def test_a_draft_starts_as_the_target_has_it() -> None:
+    target = tiny.target("llama")
+    config = draft_config(target, layers=2, taps=(0, 3), block_size=4, mask_token=63)
+    made = DFlashDraftModel(config)
+    copied = initialise(made, target, "target", seed=0)
+    assert copied == 1 + 2 * 9  # the final norm; of each layer seven matrices and two norms
+    assert torch.equal(made.norm.weight, target.anatomy.norm.weight)
+    assert torch.equal(made.layers[1].mlp.up_proj.weight, target.anatomy.layers[2].mlp.up_proj.weight)
+    assert made.layers[0].self_attn.q_norm.weight[0] != 1.0
+    qwen = tiny.target("qwen3")
+    of_qwen = DFlashDraftModel(draft_config(qwen, layers=2, taps=(0, 3), block_size=4, mask_token=63))
+    assert initialise(of_qwen, qwen, "target", seed=0) == 1 + 2 * 11
+    assert torch.equal(of_qwen.layers[0].self_attn.q_norm.weight, qwen.anatomy.layers[0].self_attn.q_norm.weight)
+    assert initialise(of_qwen, qwen, "random", seed=0) == 0
+
+
+@pytest.mark.parametrize(("layers", "count", "taps"), [(36, 5, (1, 9, 17, 25, 33)), (32, 1, (16,)), (4, 3, (0, 2, 3))])
+def test_default_taps_are_the_published_ones(layers: int, count: int, taps: tuple[int, ...]) -> None:
+    assert default_taps(layers, count) == taps
+
+
+def test_the_mask_token_is_a_row_that_text_does_not_use() -> None:
+    target = TorchTarget(tiny.model("llama", vocab_size=300), tiny.make_tokenizer(), "tiny")
+    assert default_mask_token(target) == 299
+    with pytest.raises(ValueError, match="no row of the target's embedding"):
+        check_mask_token(target, 300)
+    with pytest.raises(ValueError, match="ends answers"):
+        check_mask_token(target, min(target.eos_ids))

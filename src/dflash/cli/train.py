@@ -56,6 +56,9 @@ def train(
     accumulate: Annotated[int, typer.Option(min=1, help="Parts a step.", rich_help_panel=_RECIPE)] = 1,
     recompute: Annotated[bool, typer.Option("--recompute", help="Save memory.", rich_help_panel=_RECIPE)] = False,
     vocabulary: Annotated[str, typer.Option(help="reduced or full.", rich_help_panel=_RECIPE)] = "reduced",
+    others: Annotated[
+        int, typer.Option(min=0, help="Tokens that stand for those outside it, a step.", rich_help_panel=_RECIPE)
+    ] = 2048,
     seed: Annotated[int, typer.Option(rich_help_panel=_RECIPE)] = 0,
     held_out: Annotated[int, typer.Option(min=0, help="Answers kept apart to measure.", rich_help_panel=_RUN)] = 40,
     max_length: Annotated[int, typer.Option(min=8, help="Tokens a sequence.", rich_help_panel=_RUN)] = 1024,
@@ -84,7 +87,7 @@ def train(
 
     recipe = Recipe(
         steps, sequences, anchors, loss, weights, gamma, learning_rate, muon_rate, weight_decay, warmup, decay,
-        schedule, optimizer, 1.0, precision, accumulate, recompute, vocabulary, seed,
+        schedule, optimizer, 1.0, precision, accumulate, recompute, vocabulary, others, seed,
     )  # fmt: skip
     shape = Shape(block_size, layers, _taps(taps), mask_token, sliding_layers, sliding_window, start)
     command = shlex.join(["dflash", *sys.argv[1:]])

@@ -26,6 +26,7 @@ class Batch:
         anchors: [sequences, blocks] positions; each with its whole block inside the sequence, or padding.
         weights: [sequences, blocks, slots] of the slots 1.. of each block; 0 for what is not there.
         final: [sequences, length, hidden], the target's last normed hidden states; None where no loss reads them.
+        others: [n] token ids outside a reduced vocabulary that stand for all of those; None for none.
     """
 
     tokens: Tensor
@@ -33,6 +34,7 @@ class Batch:
     anchors: Tensor
     weights: Tensor
     final: Tensor | None = None
+    others: Tensor | None = None
 
     def labels(self, block_size: int) -> Tensor:
         """[sequences, blocks, block_size - 1]: the token at each slot's own position."""

@@ -134,6 +134,11 @@ class Plan:
         order = torch.randperm(len(batches), generator=generator).tolist()
         return [batches[i] for i in order][: self.steps_per_epoch]
 
+    def others(self, step: int, outside: Tensor, count: int) -> Tensor:
+        """``count`` of the token ids ``outside`` the vocabulary, for this step."""
+        chosen = torch.randperm(len(outside), generator=_generator(self.seed, step, -1))[:count]
+        return outside[chosen]
+
     def draw(self, step: int, index: int, positions: range) -> list[int]:
         """Anchors of a sequence in a step, ascending, drawn afresh every epoch."""
         generator = _generator(self.seed, step, index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -75,11 +76,12 @@ class Learner(nn.Module):
         states = block_states(self.draft, embedding, batch, self.block_size, self.recipe.recompute)
         there = batch.weights > 0
         labels = self.index[batch.labels(self.block_size)][there]
-        logits = self._logits(states[there])
+        logits = self._logits(states[there], batch.others)
         teacher = None
         if self.mix.needs_teacher:
             with torch.no_grad():
-                teacher = self._scores(batch.teachers(self.block_size)[there]).float()
+                teacher = self._scores(batch.teachers(self.block_size)[there], batch.others).float()
+                teacher = self._weigh(teacher, batch.others)
         loss, probability = slot_losses(logits, labels, teacher, self.mix)
         weights = self.slot_weights.expand(there.shape)
         if self.recipe.weights == "dpace":
@@ -91,22 +93,31 @@ class Learner(nn.Module):
             accepted = 1 + right.cumprod(-1).sum(-1)
         return (loss * weights[there]).sum(), accepted[there[..., 0]].sum()
 
-    def _logits(self, states: Tensor) -> Tensor:
-        draft = self.draft
-        if self.rows is None:
-            return draft.logits(states, self._target[0].anatomy.head).float()
-        scores = self._scores(draft.norm(states) * draft.config.output_multiplier).float()
-        cap = draft.config.final_logit_softcapping
-        return scores if cap is None else torch.tanh(scores / cap) * cap
+    def _logits(self, states: Tensor, others: Tensor | None) -> Tensor:
+        """The draft's scores [n, vocabulary] of its last states, float32."""
+        draft, cap = self.draft, self.draft.config.final_logit_softcapping
+        scores = self._scores(draft.norm(states) * draft.config.output_multiplier, others).float()
+        scores = scores if cap is None else torch.tanh(scores / cap) * cap
+        return self._weigh(scores, others)
 
-    def _scores(self, states: Tensor) -> Tensor:
+    def _weigh(self, scores: Tensor, others: Tensor | None) -> Tensor:
+        """Each of the others stands for as many as it was drawn from: sampled softmax (Jean et al. 2015)."""
+        if others is None or self.rows is None:
+            return scores
+        weight = torch.zeros(scores.shape[-1], device=scores.device)
+        weight[len(self.rows) :] = math.log((self._target[0].vocab_size - len(self.rows)) / len(others))
+        return scores + weight
+
+    def _scores(self, states: Tensor, others: Tensor | None) -> Tensor:
+        """The target's head on normed states, for the rows of the vocabulary and the others."""
         head = self._target[0].anatomy.head
         if self.rows is None:
             scores: Tensor = head(states.to(next(head.parameters()).dtype))
             return scores
         assert isinstance(head, nn.Linear), "a reduced vocabulary needs a linear head"
-        bias = None if head.bias is None else head.bias[self.rows].to(states.dtype)
-        return nn.functional.linear(states, head.weight[self.rows].to(states.dtype), bias)
+        rows = self.rows if others is None else torch.cat([self.rows, others])
+        bias = None if head.bias is None else head.bias[rows].to(states.dtype)
+        return nn.functional.linear(states, head.weight[rows].to(states.dtype), bias)
 
 
 @dataclass(frozen=True)
@@ -165,6 +176,11 @@ class Trainer:
         self.parallel: nn.Module = self.learner
         if self.processes.world > 1:
             self.parallel = nn.parallel.DistributedDataParallel(self.learner, broadcast_buffers=False)
+        self._outside = torch.empty(0, dtype=torch.long)
+        if vocabulary is not None:
+            outside = torch.ones(target.vocab_size, dtype=torch.bool)
+            outside[vocabulary] = False
+            self._outside = outside.nonzero()[:, 0]
         self.optimizers = make_optimizers(draft, recipe)
         self.plan = Plan([len(s.ids) for s in corpus.train], recipe.sequences, recipe.anchors, recipe.seed)
         self.step = 0
@@ -263,8 +279,8 @@ class Trainer:
                     loss, accepted = self.parallel(batch)
                 # DDP takes the mean over processes; the loss is the mean over all slots of the step.
                 (loss * self.processes.world / slots).backward()
-            loss_sum += float(loss.detach())
-            totals["accepted"] += float(accepted)
+            loss_sum += loss.item()
+            totals["accepted"] += accepted.item()
             seconds["compute"] += time.perf_counter() - clock
             clock = time.perf_counter()
         norm = float(nn.utils.clip_grad_norm_(self.draft.parameters(), self.recipe.clip))
@@ -318,7 +334,10 @@ class Trainer:
             anchors[row, count:] = sequence.prompt
             weights[row, :count] = (anchors[row, :count, None] + slots < n).float()
         final = None if final is None else final.to(device)
-        return Batch(tokens.to(device), taps.to(device), anchors.to(device), weights.to(device), final)
+        others = None
+        if self.recipe.others and len(self._outside):
+            others = self.plan.others(self.step, self._outside, self.recipe.others).to(device)
+        return Batch(tokens.to(device), taps.to(device), anchors.to(device), weights.to(device), final, others)
 
     def _autocast(self) -> Any:
         enabled = self.recipe.precision == "bf16"

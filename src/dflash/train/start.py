@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from dflash.backends.torch.draft import DFlashDraftModel
+from dflash.backends.torch.draft import DFlashDraftModel, DraftLayer
 from dflash.backends.torch.target import TorchTarget
 from dflash.draft_config import DFlashConfig
 from dflash.errors import RequestError
@@ -105,8 +106,9 @@ def draft_config(
 def initialise(draft: DFlashDraftModel, target: TorchTarget, start: str, seed: int) -> int:
     """Give a draft its first weights; return how many tensors were taken from the target.
 
-    "target": evenly spaced layers of the target where names and shapes agree, and a fusion that passes on the
-    mean of the taps. "random": normal with the target's initial deviation.
+    "target": evenly spaced layers of the target where names and shapes agree, its final norm, a fusion that passes
+    on the mean of the taps, and query and key norms that keep the target's usual length of queries and keys.
+    "random": normal with the target's initial deviation.
     """
     if start not in STARTS:
         raise RequestError(f"a draft starts from one of {', '.join(STARTS)} or from a draft's folder, not {start!r}")
@@ -122,16 +124,56 @@ def initialise(draft: DFlashDraftModel, target: TorchTarget, start: str, seed: i
             return 0
         width, taps = draft.config.hidden_size, len(draft.config.target_layer_ids)
         draft.fc.weight.add_((torch.eye(width) / taps).repeat(1, taps).to(draft.fc.weight))
-        return _copy_layers(draft, target.anatomy.layers)
+        copied = _copy(draft.norm, target.anatomy.norm)
+        count = len(draft.layers)
+        sources = [_source(target, i, count) for i in range(count)]
+        for own, source in zip(draft.layers, sources, strict=True):
+            copied += _copy(own, source)
+        _keep_lengths(draft, target, sources, generator)
+        # Context skips a layer's input norm: the norm of the fusion stands in for all of them.
+        norms = [cast("DraftLayer", layer).input_layernorm.weight for layer in draft.layers]
+        draft.hidden_norm.weight.copy_(torch.stack(list(norms)).mean(dim=0))
+        return copied
 
 
-def _copy_layers(draft: DFlashDraftModel, layers: nn.ModuleList) -> int:
-    copied: int = 0
-    count = len(draft.layers)
-    for i, own in enumerate(draft.layers):
-        source = layers[round((i + 0.5) * len(layers) / count - 0.5)].state_dict()
-        for name, parameter in own.named_parameters():
-            if name in source and source[name].shape == parameter.shape:
-                parameter.copy_(source[name])
-                copied += 1
+def _source(target: TorchTarget, i: int, count: int) -> nn.Module:
+    """The i-th of ``count`` evenly spaced layers."""
+    layers = target.anatomy.layers
+    return layers[round((i + 0.5) * len(layers) / count - 0.5)]
+
+
+def _copy(own: nn.Module, source: nn.Module | None) -> int:
+    """Take over the tensors of the same name and shape; return how many."""
+    found = {} if source is None else source.state_dict()
+    copied = 0
+    for name, parameter in own.named_parameters():
+        if name in found and found[name].shape == parameter.shape:
+            parameter.copy_(found[name])
+            copied += 1
     return copied
+
+
+def _keep_lengths(
+    draft: DFlashDraftModel, target: TorchTarget, sources: Sequence[nn.Module], generator: torch.Generator
+) -> None:
+    """Targets without query and key norms have queries and keys of some usual length: norms of ones would change it."""
+    lengths: dict[tuple[int, str], float] = {}
+    hooks = []
+    for i, source in enumerate(sources):
+        for name, module in source.named_modules():
+            part = name.rpartition(".")[2]
+            if part in ("q_proj", "k_proj") and f"{part[0]}_norm" not in dict(source.named_modules()):
+
+                def measure(module: nn.Module, args: Any, out: torch.Tensor, key: tuple[int, str] = (i, part)) -> None:
+                    lengths[key] = float(out.float().square().mean().sqrt())
+
+                hooks.append(module.register_forward_hook(measure))
+    tokens = torch.randint(target.vocab_size, (1, 64), generator=generator)
+    target.model(tokens.to(target.device))
+    for hook in hooks:
+        hook.remove()
+    for (i, part), length in lengths.items():
+        attention = cast("DraftLayer", draft.layers[i]).self_attn
+        source_attention = dict(sources[i].named_modules())
+        if not any(name.endswith(f"{part[0]}_norm") for name in source_attention):
+            (attention.q_norm if part == "q_proj" else attention.k_norm).weight.fill_(length)

@@ -73,6 +73,7 @@ class Anatomy:
         mixers: layer index -> its recurrent module.
         embedding: the input embedding.
         head: the output projection onto the vocabulary.
+        norm: the final norm before it, None where it has another name than usual.
     """
 
     config: Any
@@ -82,6 +83,7 @@ class Anatomy:
     mixers: dict[int, nn.Module]
     embedding: nn.Embedding
     head: nn.Module
+    norm: nn.Module | None
 
     @property
     def recurrent(self) -> bool:
@@ -130,7 +132,8 @@ def dissect(model: PreTrainedModel) -> Anatomy:
         )
     mixers = {i: _mixer(name, layer) for i, layer in enumerate(layers) if kinds[i] in (LINEAR, CONV, HYBRID)}
     windows = [d.get("sliding_window") if kind == SLIDING else None for kind, d in zip(kinds, details, strict=True)]
-    return Anatomy(config, layers, kinds, windows, mixers, embedding, head)
+    norm = getattr(model.get_decoder(), "norm", None)
+    return Anatomy(config, layers, kinds, windows, mixers, embedding, head, norm)
 
 
 def _mixer(name: str, layer: nn.Module) -> nn.Module:
