@@ -80,7 +80,7 @@ class Features:
 
     def _fingerprint(self, part: SequenceOf[Sequence]) -> str:
         """Of everything the numbers depend on: a cache for other text, taps or another target is not used."""
-        weight = self.target.anatomy.embedding.weight
+        weight = self.target.anatomy.embedding.weight.detach()
         key = [self.target.name, list(weight.shape), str(weight.dtype), float(weight.float().sum()), list(self.taps)]
         key += [self.final, [[s.id, s.ids] for s in part]]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
