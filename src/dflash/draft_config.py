@@ -230,6 +230,44 @@ class DFlashConfig:
             "dflash_config": nested,
         }
 
+    def to_speculators(self, target: str, architectures: Sequence[str]) -> dict[str, Any]:
+        """The format of vLLM's speculators library, full vocabulary.
+
+        Args:
+            target: hub id or path of the target, ``architectures`` its classes: what the format calls verifier.
+
+        Raises:
+            ConfigError: something of this draft that the format cannot say.
+        """
+        sliding = {causal for kind, causal in zip(self.layer_types, self.causal, strict=True) if kind == SLIDING}
+        full = {causal for kind, causal in zip(self.layer_types, self.causal, strict=True) if kind == FULL}
+        if len(sliding) > 1 or True in full:
+            raise ConfigError("the speculators format cannot say which single layers are causal inside the block")
+        if (self.input_embedding_scale, self.output_multiplier, self.final_logit_softcapping) != (1.0, 1.0, None):
+            raise ConfigError("the speculators format has no embedding scale, output multiplier or softcapping")
+        published = self.to_published()
+        ours = ("architectures", "dflash_config", "block_size", "dtype", "torch_dtype", "rope_theta", "rope_scaling")
+        proposal = {"proposal_type": "greedy", "speculative_tokens": self.block_size - 1}
+        return {
+            "architectures": [ARCHITECTURE],
+            "speculators_model_type": "dflash",
+            "speculators_version": "0.5.0",
+            "speculators_config": {
+                "algorithm": "dflash",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{**proposal, "verifier_accept_k": 1, "accept_tolerance": 0.0}],
+                "verifier": {"name_or_path": target, "architectures": list(architectures)},
+            },
+            "aux_hidden_state_layer_ids": [i + 1 for i in self.target_layer_ids],
+            "mask_token_id": self.mask_token_id,
+            "block_size": self.block_size,
+            "draft_vocab_size": self.vocab_size,
+            "sample_from_anchor": False,
+            "sliding_window_non_causal": sliding != {True},
+            "dtype": self.dtype,
+            "transformer_layer_config": {key: value for key, value in published.items() if key not in ours},
+        }
+
 
 # --- the published format ---------------------------------------------------------------------------
 

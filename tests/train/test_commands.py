@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import dflash
@@ -106,3 +108,40 @@ def test_bad_options_are_one_line(
     assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
     assert not (tmp_path / "d" / "config.json").exists()
+
+
+VARIANTS = [
+    {},
+    {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 8},
+    {"layer_types": ("sliding_attention",) * 2, "sliding_window": 8, "causal": (False, False)},
+    {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_export_to_speculators_and_back_is_the_same_draft(tmp_path: Path, variant: dict[str, Any]) -> None:
+    made = tiny.draft(tiny.target("qwen3"), **variant)
+    start = tiny.save_draft(made, tmp_path / "start")
+    there, back = tmp_path / "there", tmp_path / "back"
+    run("export", "--draft", start, "--output", there, "--target", "org/model", "--target-class", "Qwen3ForCausalLM")
+    config = json.loads((there / "config.json").read_text())
+    assert config["aux_hidden_state_layer_ids"] == [i + 1 for i in made.config.target_layer_ids]
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": "org/model",
+        "architectures": ["Qwen3ForCausalLM"],
+    }
+    run("export", "--draft", there, "--output", back, "--format", "published")
+    for folder in (there, back):
+        loaded = dflash.load_draft(folder, dtype="float32")
+        assert loaded.config == made.config
+        for name, tensor in made.state_dict().items():
+            assert torch.equal(tensor, loaded.state_dict()[name])
+    assert json.loads((back / "config.json").read_text()) == json.loads((start / "config.json").read_text())
+
+
+@pytest.mark.parametrize("variant", [{"causal": (True, True)}, {"output_multiplier": 0.5}])
+def test_what_speculators_cannot_say_is_refused(tmp_path: Path, variant: dict[str, Any]) -> None:
+    start = tiny.save_draft(tiny.draft(tiny.target("qwen3"), **variant), tmp_path / "start")
+    result = run("export", "--draft", start, "--output", tmp_path / "x", "--target", "org/model", code=2)
+    assert "the speculators format" in result.output
+    assert not (tmp_path / "x").exists()

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from dflash import DFlashError, __version__
 from dflash.cli import console
 from dflash.cli.demo import demo
+from dflash.cli.export import export
 from dflash.cli.generate import generate
 from dflash.cli.regenerate import regenerate
 from dflash.cli.train import train
@@ -48,6 +49,7 @@ app.command(epilog=EPILOG)(verify)
 app.command()(demo)
 app.command()(regenerate)
 app.command()(train)
+app.command()(export)
 
 
 def _version(wanted: bool) -> None:
