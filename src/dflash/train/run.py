@@ -98,9 +98,11 @@ def train(
     features.prepare([*corpus.train, *corpus.held_out], caching)
     run = Trainer(draft, target, corpus, features, job.recipe, job.output, job.resume)
     began = time.perf_counter()
-    run.run(log_every=job.log_every, measure_every=job.measure_every, save_every=job.save_every, report=report)
-    measured = run.measure() if corpus.held_out else None
+    last = run.run(log_every=job.log_every, measure_every=job.measure_every, save_every=job.save_every, report=report)
+    measured = last.measured
     if run.processes.first:
+        if measured is None and corpus.held_out:  # there was no step left to take
+            measured = run.measure()
         finish(target, job, corpus, draft, measured, time.perf_counter() - began)
     return measured
 
