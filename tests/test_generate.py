@@ -16,6 +16,7 @@ import torch
 import dflash
 import fakes
 import tiny
+from dflash.backends.torch import cache
 from dflash.backends.torch.target import TorchTarget
 from dflash.decode import Request, decode
 from dflash.drafters import NGramDrafter, NoDrafter
@@ -214,9 +215,9 @@ def test_the_context_ends_the_answer(monkeypatch: Any) -> None:
     highest: list[int] = []
     forward = of.forward
 
-    def watched(cache: Any, tokens: Any, scored: Any) -> Any:
-        highest.append(max(cache.rows.lengths) + tokens.shape[1])
-        return forward(cache, tokens, scored)
+    def watched(held: Any, tokens: Any, scored: Any) -> Any:
+        highest.append(max(held.rows.lengths) + tokens.shape[1])
+        return forward(held, tokens, scored)
 
     monkeypatch.setattr(of, "forward", watched)
     for choose in (fakes.perfect, fakes.hostile):
@@ -246,6 +247,30 @@ def test_an_exception_inside_a_round_restores_the_caches(architecture: str) -> N
         truthful = Proposal([own[1 : 1 + right] + [63] * (7 - right)], 7)
         with session.verify([own[0]], truthful) as ahead:
             assert ahead.scores.argmax(-1)[0, : right + 1].tolist() == own[1 : right + 2]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3-next", "falcon-h1"])
+def test_an_exception_inside_keep_restores_the_caches_too(architecture: str, monkeypatch: Any) -> None:
+    """Layers that were already replayed go back with the one that failed."""
+    of = tiny.target(architecture)
+    own = truth(architecture)
+    session = of.start(1, (), 8, 64)
+    session.prefill([PROMPT], lambda tokens, features: None)
+    replay, calls = cache._replay, [0]
+
+    def failing(*args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise MemoryError
+        replay(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "_replay", failing)
+        with pytest.raises(MemoryError), session.verify([own[0]], Proposal([[9] * 7], 7)) as ahead:
+            ahead.keep([3])
+    assert session.lengths == [5]
+    with session.verify([own[0]], Proposal([own[1:8]], 7)) as ahead:
+        assert ahead.scores.argmax(-1)[0].tolist() == own[1:9]
 
 
 @pytest.mark.parametrize("architecture", KINDS)

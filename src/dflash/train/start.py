@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from dflash.backends.torch.architectures import sizes
 from dflash.backends.torch.draft import DFlashDraftModel, DraftLayer
 from dflash.backends.torch.target import TorchTarget
 from dflash.draft_config import DFlashConfig
@@ -76,23 +77,20 @@ def draft_config(
     Raises:
         ConfigError, RequestError: sizes that make no draft.
     """
-    config = target.anatomy.config
+    own = sizes(target.anatomy.config)
     if not 0 <= sliding_layers <= layers:
         raise RequestError(f"{sliding_layers} of {layers} layers cannot be sliding")
-    heads = config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None) or {}
-    theta = rope.get("rope_theta", rope.get("full_attention", {}).get("rope_theta", 10_000.0))
     return DFlashConfig(
         hidden_size=target.hidden_size,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * target.hidden_size,
+        intermediate_size=own.intermediate,
         num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or target.hidden_size // heads,
+        num_attention_heads=own.heads,
+        num_key_value_heads=own.kv_heads,
+        head_dim=own.head_dim,
         vocab_size=target.vocab_size,
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        rms_norm_eps=own.norm_eps,
         max_position_embeddings=target.context_length or 4096,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        rope_parameters={"rope_type": "default", "rope_theta": own.rope_theta},
         target_layer_ids=tuple(taps),
         mask_token_id=mask_token,
         block_size=block_size,
@@ -113,7 +111,7 @@ def initialise(draft: DFlashDraftModel, target: TorchTarget, start: str, seed: i
     if start not in STARTS:
         raise RequestError(f"a draft starts from one of {', '.join(STARTS)} or from a draft's folder, not {start!r}")
     generator = torch.Generator().manual_seed(seed)
-    deviation = getattr(target.anatomy.config, "initializer_range", 0.02)
+    deviation = sizes(target.anatomy.config).deviation
     with torch.no_grad():
         for parameter in draft.parameters():
             if parameter.ndim == 2:

@@ -74,6 +74,7 @@ class Anatomy:
         embedding: the input embedding.
         head: the output projection onto the vocabulary.
         norm: the final norm before it, None where it has another name than usual.
+        states: convolution states a recurrent layer keeps.
     """
 
     config: Any
@@ -84,6 +85,7 @@ class Anatomy:
     embedding: nn.Embedding
     head: nn.Module
     norm: nn.Module | None
+    states: int
 
     @property
     def recurrent(self) -> bool:
@@ -133,7 +135,8 @@ def dissect(model: PreTrainedModel) -> Anatomy:
     mixers = {i: _mixer(name, layer) for i, layer in enumerate(layers) if kinds[i] in (LINEAR, CONV, HYBRID)}
     windows = [d.get("sliding_window") if kind == SLIDING else None for kind, d in zip(kinds, details, strict=True)]
     norm = getattr(model.get_decoder(), "norm", None)
-    return Anatomy(config, layers, kinds, windows, mixers, embedding, head, norm)
+    states = getattr(config, "number_of_conv_states", 1)
+    return Anatomy(config, layers, kinds, windows, mixers, embedding, head, norm, states)
 
 
 def _mixer(name: str, layer: nn.Module) -> nn.Module:
@@ -166,6 +169,38 @@ def context_length(config: Any) -> int | None:
             original = original or getattr(config, "original_max_position_embeddings", None)
             length = min(size for size in (length, original) if size is not None)
     return length
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a new draft takes over from its target.
+
+    Attributes:
+        deviation: of freshly initialised weights.
+    """
+
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    deviation: float
+
+
+def sizes(config: Any) -> Sizes:
+    """Read from a text config; what it does not say is what most models have."""
+    heads: int = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    return Sizes(
+        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        rope_theta=rope.get("rope_theta", rope.get("full_attention", {}).get("rope_theta", 10_000.0)),
+        deviation=getattr(config, "initializer_range", 0.02),
+    )
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
-from dflash.backends.torch.architectures import CONV, HYBRID, LINEAR, SLIDING, Anatomy, Mixer, seams
+from dflash.backends.torch.architectures import CONV, DUMMY, HYBRID, LINEAR, SLIDING, Anatomy, Mixer, seams
 
 GROWTH = 256
 """Slots added at a time to a full-attention layer."""
@@ -198,8 +198,9 @@ class RecurrentLayer(LinearAttentionLayer):
         self.recorded = {}
 
     def restore(self) -> None:
-        """Back to the mark."""
-        self.conv_states, self.recurrent_states, self.has_previous_state = self._before
+        """Back to the mark, which stays as it is: a replay that fails half-way comes back to it once more."""
+        conv, recurrent, previous = self._before
+        self.conv_states, self.recurrent_states, self.has_previous_state = dict(conv), dict(recurrent), dict(previous)
         self.recorded = None
 
     def _states(self) -> tuple[dict[int, Any], dict[int, Any], dict[int, bool]]:
@@ -274,14 +275,14 @@ class RollbackCache(Cache):
         """The layers whose state must be replayed."""
 
     def _layer(self, anatomy: Anatomy, i: int, step: int) -> Any:
-        kind, states = anatomy.kinds[i], getattr(anatomy.config, "number_of_conv_states", 1)
+        kind, states = anatomy.kinds[i], anatomy.states
         if kind in (LINEAR, CONV):
             return RecurrentLayer(anatomy.mixers[i], states)
         if kind == HYBRID:
             layer: AttentionLayer = HybridLayer(self.rows, anatomy.mixers[i], states)
         elif kind == SLIDING:
             layer = AttentionLayer(self.rows, anatomy.windows[i], step)
-        elif anatomy.kinds[i] == "dummy":
+        elif kind == DUMMY:
             return DummyLayer()
         else:
             layer = AttentionLayer(self.rows)
