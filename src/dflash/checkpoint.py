@@ -160,6 +160,28 @@ def find_weights(folder: Path) -> Weights:
     return Weights(files, _shapes(files[0]))
 
 
+def check_weights(folder: Path, weights: Weights, expected: dict[str, tuple[int, ...]]) -> None:
+    """Whether a draft folder has every tensor of ``expected``, of the right shape, and none left over.
+
+    Raises:
+        CheckpointError: naming what is wrong.
+    """
+    missing, extra = sorted(expected.keys() - weights.shapes.keys()), sorted(weights.shapes.keys() - expected.keys())
+    if missing or extra:
+        parts = [
+            f"{what} {', '.join(n[:4])}{' ...' * (len(n) > 4)}" for what, n in (("lacks", missing), ("has", extra)) if n
+        ]
+        raise CheckpointError(
+            f"{folder.name} is not the DFlash draft its config describes: it {' and '.join(parts)}"
+            + (" (a draft with tensors of its own would be computed wrongly without them)" if extra else "")
+        )
+    for name, shape in expected.items():
+        if weights.shapes[name] != shape:
+            raise CheckpointError(
+                f"{folder.name}: {name} has shape {list(weights.shapes[name])}, its config asks for {list(shape)}"
+            )
+
+
 def check_files(folder: Path) -> None:
     """Whether the safetensors files that transformers will read from a folder are there and whole.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash.errors import ConfigError
+from dflash.errors import ConfigError, RequestError
 
 ARCHITECTURE = "DFlashDraftModel"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -267,6 +267,16 @@ class DFlashConfig:
             "dtype": self.dtype,
             "transformer_layer_config": {key: value for key, value in published.items() if key not in ours},
         }
+
+
+def check_window(size: object) -> None:
+    """The user's bound on how many committed positions a draft looks back on.
+
+    Raises:
+        RequestError: it is neither None nor positive.
+    """
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise RequestError(f"sliding_window_size must be a positive whole number or None (no window), not {size!r}")
 
 
 # --- the published format ---------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from dflash.backends.torch.cache import AttentionLayer, Rows
 from dflash.backends.torch.target import TorchTarget
 from dflash.backends.torch.verify import draw, probabilities
 from dflash.compat import check_fit
-from dflash.draft_config import DFlashConfig
-from dflash.errors import IncompatibleDraft, RequestError
+from dflash.draft_config import DFlashConfig, check_window
+from dflash.errors import IncompatibleDraft
 from dflash.protocols import NOTHING, Features, Proposal, Target
 from dflash.sampling import SamplingParams
 
@@ -105,12 +105,7 @@ class DFlashDraftModel(nn.Module):
             RequestError: ``sliding_window_size`` is not positive.
         """
         super().__init__()
-        if sliding_window_size is not None and (
-            isinstance(sliding_window_size, bool) or not isinstance(sliding_window_size, int) or sliding_window_size < 1
-        ):
-            raise RequestError(
-                f"sliding_window_size must be a positive whole number or None (no window), not {sliding_window_size!r}"
-            )
+        check_window(sliding_window_size)
         self.config = config
         self.path = path
         self.sliding_window_size = sliding_window_size

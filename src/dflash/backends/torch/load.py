@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.gguf import unpacked
 from dflash.backends.torch.target import TorchTarget
-from dflash.checkpoint import Weights, check_files, fetch_target, find_weights, locate, locate_draft
+from dflash.checkpoint import check_files, check_weights, fetch_target, find_weights, locate, locate_draft
 from dflash.draft_config import ARCHITECTURE, DFlashConfig
 from dflash.errors import CheckpointError, DFlashError, RequestError, UnsupportedTarget
 from dflash.protocols import Features, Proposal
@@ -116,7 +116,7 @@ def load_draft(
     with torch.device("meta"):
         draft = DFlashDraftModel(config, folder, sliding_window_size)
     weights = find_weights(folder)
-    _check_weights(folder, weights, {name: tuple(p.shape) for name, p in draft.named_parameters()})
+    check_weights(folder, weights, {name: tuple(p.shape) for name, p in draft.named_parameters()})
     chosen = _dtype(dtype, device, DTYPES.get(config.dtype or "", torch.bfloat16))
     if chosen == torch.float16 and config.dtype == "bfloat16":
         warnings.warn(
@@ -180,24 +180,6 @@ def _rollback_error(target: TorchTarget) -> float:
         pairs.append((ahead.scores[0], whole[0, 7:]))
         ahead.keep([5])
     return max(float((have.float() - want).norm() / want.norm()) for have, want in pairs)
-
-
-def _check_weights(folder: Path, weights: Weights, expected: dict[str, tuple[int, ...]]) -> None:
-    """Every tensor present, of the right shape, and none left over."""
-    missing, extra = sorted(expected.keys() - weights.shapes.keys()), sorted(weights.shapes.keys() - expected.keys())
-    if missing or extra:
-        parts = [
-            f"{what} {', '.join(n[:4])}{' ...' * (len(n) > 4)}" for what, n in (("lacks", missing), ("has", extra)) if n
-        ]
-        raise CheckpointError(
-            f"{folder.name} is not the DFlash draft its config describes: it {' and '.join(parts)}"
-            + (" (a draft with tensors of its own would be computed wrongly without them)" if extra else "")
-        )
-    for name, shape in expected.items():
-        if weights.shapes[name] != shape:
-            raise CheckpointError(
-                f"{folder.name}: {name} has shape {list(weights.shapes[name])}, its config asks for {list(shape)}"
-            )
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dflash.backends.rows import RowByRow
 from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, context_length, dissect, eos_ids, seams
 from dflash.backends.torch.attention import GROUPED
 from dflash.backends.torch.cache import RollbackCache, Rows, record
 from dflash.backends.torch.verify import TorchVerifier
 from dflash.errors import RequestError, UnsupportedTarget
+from dflash.memory import process_peak
 from dflash.protocols import Features, Proposal, Session, Verifier
 from dflash.sampling import SamplingParams
 
@@ -58,6 +58,11 @@ class TorchTarget:
         for index, mixer in self.anatomy.mixers.items():
             _attach_recorder(index, mixer)
 
+    @property
+    def dtype(self) -> str:
+        """What its layers compute in: "float32", "bfloat16" ..."""
+        return str(self.model.dtype).rpartition(".")[2]
+
     def __iter__(self) -> Iterator[Any]:
         """``model, tokenizer = load(...)``. The first is this target, which ``stream_generate`` takes."""
         return iter((self, self.tokenizer))
@@ -70,7 +75,7 @@ class TorchTarget:
         if self.model.training:
             raise RequestError(f"{self.name} is in training mode, where answers are random: call model.eval() first")
         if self.anatomy.recurrent and rows > 1:
-            return RowByRow([TorchSession(self, 1, tuple(taps), step, chunk) for _ in range(rows)])
+            return RowByRow([TorchSession(self, 1, tuple(taps), step, chunk) for _ in range(rows)], torch.cat)
         return TorchSession(self, rows, tuple(taps), step, chunk)
 
     def verifier(
@@ -83,8 +88,7 @@ class TorchTarget:
         """Peak memory in GB (1e9 bytes): of the CUDA device, else of the process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 1e9
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+        return process_peak()
 
     @torch.inference_mode()
     def forward(self, cache: RollbackCache, tokens: Tensor, scored: Tensor | int) -> Tensor:
@@ -234,65 +238,6 @@ class Ahead:
         self._session.cache.keep(counts, self._width)
         self.kept = True
         return self._session._features(counts)
-
-
-class RowByRow:
-    """Sessions of one row each behind the calls of one session: for targets whose states cannot be padded."""
-
-    def __init__(self, sessions: list[TorchSession]) -> None:
-        self.sessions = sessions
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens in the cache, per row."""
-        return [session.lengths[0] for session in self.sessions]
-
-    def prefill(self, prompts: Sequence[Sequence[int]], absorb: Callable[[list[list[int]], Features], None]) -> Tensor:
-        """One prompt after the other."""
-        return torch.cat([self._prefill_row(i, prompt, absorb) for i, prompt in enumerate(prompts)])
-
-    def _prefill_row(
-        self, row: int, prompt: Sequence[int], absorb: Callable[[list[list[int]], Features], None]
-    ) -> Tensor:
-        def absorb_row(tokens: list[list[int]], features: Features) -> None:
-            """Present the row as one of all, the others having nothing new."""
-            everyone: list[list[int]] = [[] for _ in self.sessions]
-            everyone[row] = tokens[0]
-            values = None
-            if features.values is not None:
-                values = features.values.new_zeros(len(everyone), *features.values.shape[1:])
-                values[row] = features.values[0]
-            absorb(everyone, Features(values, [len(new) for new in everyone]))
-
-        return self.sessions[row].prefill([prompt], absorb_row)
-
-    @contextmanager
-    def verify(self, pending: list[int], proposal: Proposal) -> Iterator[AheadRowByRow]:
-        """One row after the other; all are restored unless kept."""
-        with ExitStack() as stack:
-            rounds = []
-            for i, session in enumerate(self.sessions):
-                own = Proposal(proposal.tokens[i : i + 1], proposal.width)
-                rounds.append(stack.enter_context(session.verify([pending[i]], own)))
-            yield AheadRowByRow(rounds)
-
-    def select(self, rows: list[int]) -> None:
-        """Keep only these rows."""
-        self.sessions = [self.sessions[row] for row in rows]
-
-
-class AheadRowByRow:
-    """The rounds of single rows as one."""
-
-    def __init__(self, rounds: list[Ahead]) -> None:
-        self.rounds = rounds
-        self.scores = torch.cat([one.scores for one in rounds])
-
-    def keep(self, counts: list[int]) -> Features:
-        """See ``protocols.Round``."""
-        kept = [one.keep([count]) for one, count in zip(self.rounds, counts, strict=True)]
-        values = [features.values for features in kept if features.values is not None]
-        return Features(torch.cat(values) if values else None, counts)
 
 
 # --- seams of the model -----------------------------------------------------------------------------

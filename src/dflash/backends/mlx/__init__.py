@@ -1,0 +1,1 @@
+"""The MLX backend, on models of mlx-lm."""

@@ -1,0 +1,328 @@
+"""The DFlash draft on MLX: one pass over ``[anchor, MASK, MASK, ...]`` proposes a block.
+
+The same architecture, tensor names and numbers as ``backends/torch/draft.py``, from the same published files.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+from mlx import nn
+
+from dflash.backends.mlx.architectures import Anatomy
+from dflash.backends.mlx.cache import AttentionCache, Rows
+from dflash.backends.mlx.rotary import Rotary
+from dflash.backends.mlx.target import MlxTarget
+from dflash.backends.mlx.verify import Noise, Processors, draw, noise_of
+from dflash.compat import check_fit
+from dflash.draft_config import DFlashConfig, check_window
+from dflash.errors import IncompatibleDraft
+from dflash.protocols import NOTHING, Features, Proposal, Target
+from dflash.sampling import SamplingParams
+
+
+class DraftAttention(nn.Module):
+    """Attention of a block over committed context and itself."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        width, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = dim
+        self.q_proj = nn.Linear(width, config.num_attention_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(width, config.num_key_value_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(width, config.num_key_value_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * dim, width, bias=bias)
+        self.q_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(dim, eps=config.rms_norm_eps)
+
+    def _heads(self, x: mx.array) -> mx.array:
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)
+
+    def queries(self, x: mx.array, rotary: Rotary, offset: int | mx.array) -> mx.array:
+        """[rows, heads, T, head_dim] of block states [rows, T, hidden]."""
+        return rotary(self.q_norm(self._heads(self.q_proj(x))).swapaxes(1, 2), offset)
+
+    def keys_values(self, x: mx.array, rotary: Rotary, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+        """[rows, kv_heads, T, head_dim] each, of block states or of fused context: V is not normed."""
+        k = self.k_norm(self._heads(self.k_proj(x))).swapaxes(1, 2)
+        return rotary(k, offset), self._heads(self.v_proj(x)).swapaxes(1, 2)
+
+    def attend(self, q: mx.array, k: mx.array, v: mx.array, mask: mx.array | None) -> mx.array:
+        """[rows, T, hidden]; mask is bool [rows, 1, T, keys], True where a query sees a key, None if it sees all."""
+        out = mx.fast.scaled_dot_product_attention(q, k, v, scale=self.head_dim**-0.5, mask=mask)
+        return self.o_proj(out.swapaxes(1, 2).flatten(-2))
+
+
+class DraftMLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DraftLayer(nn.Module):
+    """One layer. Context skips the input norm, the queries, the output projection and the MLP."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.self_attn = DraftAttention(config)
+        self.mlp = DraftMLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, rotary: Rotary, kv: AttentionCache, mask: mx.array | None) -> mx.array:
+        """Block states [rows, T, hidden]; the block's keys and values are dropped with the round."""
+        z = self.input_layernorm(x)
+        k, v = kv.update_and_fetch(*self.self_attn.keys_values(z, rotary, kv.offset))
+        x = x + self.self_attn.attend(self.self_attn.queries(z, rotary, kv.offset), k, v, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlashDraftModel(nn.Module):
+    """A DFlash draft, and as such a drafter.
+
+    Attributes:
+        config: see ``DFlashConfig``.
+        path: the folder it was loaded from, None for one made in memory.
+        sliding_window_size: committed positions the draft may look back on; None for all.
+        dtype: what it computes in: features are cast to it, and its last hidden state to the head's dtype.
+    """
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        path: Path | None = None,
+        sliding_window_size: int | None = None,
+        dtype: mx.Dtype = mx.float32,
+    ) -> None:
+        """
+        Raises:
+            RequestError: ``sliding_window_size`` is not positive.
+        """
+        super().__init__()
+        check_window(sliding_window_size)
+        self.config = config
+        self.path = path
+        self.sliding_window_size = sliding_window_size
+        self.dtype = dtype
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = [DraftLayer(config) for _ in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary = Rotary(config)
+        self.once = Warnings(self)
+        self._fits: weakref.WeakSet[Anatomy] = weakref.WeakSet()
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return self.path.name if self.path is not None else type(self).__name__
+
+    @property
+    def block_size(self) -> int:
+        """As trained."""
+        return self.config.block_size
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Target layers it reads."""
+        return self.config.target_layer_ids
+
+    def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> DFlashDrafting:
+        """See ``protocols.Drafter``."""
+        if not isinstance(target, MlxTarget):
+            raise IncompatibleDraft(
+                f"draft {self.name} was loaded for MLX, target {target.name} for another backend: load both alike"
+            )
+        if target.anatomy not in self._fits:
+            check_fit(self.name, self.config, self.path, target)
+            self._fits.add(target.anatomy)
+        return DFlashDrafting(self, target, sampling, verification == "rejection", step)
+
+    def fuse(self, taps: mx.array) -> mx.array:
+        """Context [rows, T, hidden] from tapped hidden states [rows, T, taps * hidden]."""
+        return self.hidden_norm(self.fc(taps.astype(self.dtype)))
+
+    def logits(self, x: mx.array, anatomy: Anatomy) -> mx.array:
+        """Scores [rows, T, vocab] of last block states, through the target's head in its dtype."""
+        x = self.norm(x) * self.config.output_multiplier
+        scores = anatomy.head(x.astype(anatomy.dtype))
+        cap = self.config.final_logit_softcapping
+        return scores if cap is None else mx.tanh(scores / cap) * cap
+
+    def windows(self) -> list[tuple[int | None, bool]]:
+        """For each layer: its window and whether it is causal inside the block."""
+        window = self.config.sliding_window
+        return [
+            (window if kind == "sliding_attention" else None, causal)
+            for kind, causal in zip(self.config.layer_types, self.config.causal, strict=True)
+        ]
+
+
+class DFlashDrafting:
+    """A draft at work: the context keys and values of some rows, committed positions only."""
+
+    def __init__(
+        self, draft: DFlashDraftModel, target: MlxTarget, sampling: Sequence[SamplingParams], samples: bool, step: int
+    ) -> None:
+        self.draft = draft
+        self.target = target
+        self.rows = Rows(len(sampling))
+        self.context = [AttentionCache(self.rows, self._lookback(window), step) for window, _ in draft.windows()]
+        self._sampler = None
+        if samples and not all(one.greedy for one in sampling):
+            self._sampler = _Sampler(sampling, target.vocab_size)
+        self._finite: mx.array | None = None
+
+    def _lookback(self, window: int | None) -> int | None:
+        """Slots a layer needs: its own window or the user's bound, whichever is less."""
+        bound = self.draft.sliding_window_size
+        sizes = [size for size in (window, None if bound is None else bound + 1) if size is not None]
+        return min(sizes, default=None)
+
+    def extend(self, tokens: list[list[int]], features: Features) -> None:
+        """Absorb the features of newly committed positions; they are not needed afterwards."""
+        if self._finite is not None:
+            self.draft.once.if_not(self._finite)
+        assert features.values is not None, "a DFlash draft taps at least one layer"
+        context, offset = self.draft.fuse(features.values), self.rows.offset
+        for layer, kv in zip(self.draft.layers, self.context, strict=True):
+            kv.update_and_fetch(*layer.self_attn.keys_values(context, self.draft.rotary, offset))
+        self.rows.advance(features.counts)
+        # Set going, not waited for: the device works while the host deals with text, and the features are let go.
+        mx.async_eval([array for kv in self.context for array in kv.arrays])
+
+    def propose(self, pending: list[int], room: int) -> Proposal:
+        """One pass over the block. See ``protocols.Drafting``."""
+        if room == 0:
+            return NOTHING
+        self.draft.once.if_beyond(max(self.rows.lengths))
+        proposal, self._finite = self._choose(self.block_scores(pending, room), room)
+        # The draft runs while the host still puts the target's forward together.
+        mx.async_eval(proposal.tokens, self._finite)
+        return proposal
+
+    def block_scores(self, pending: list[int], room: int) -> mx.array:
+        """Scores [rows, room, vocab] of the positions after the pending token."""
+        draft, anatomy = self.draft, self.target.anatomy
+        block = mx.concatenate(
+            [mx.array(pending)[:, None], mx.full((len(pending), room), draft.config.mask_token_id, mx.int32)], axis=1
+        )
+        x = anatomy.embed(block).astype(draft.dtype) * draft.config.input_embedding_scale
+        masks = {
+            kind: self._mask(kv, room + 1, *kind) for kind, kv in zip(draft.windows(), self.context, strict=True)
+        }
+        for layer, kv, kind in zip(draft.layers, self.context, draft.windows(), strict=True):
+            x = layer(x, draft.rotary, kv, masks[kind])
+        return draft.logits(x[:, 1:], anatomy)
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+        index = mx.array(rows)
+        for kv in self.context:
+            kv.select(index)
+        self.rows.lengths[:] = [self.rows.lengths[row] for row in rows]
+        if self._sampler is not None:
+            self._sampler.select(rows)
+
+    def _mask(self, kv: AttentionCache, width: int, window: int | None, causal: bool) -> mx.array | None:
+        """Bool [rows, 1, width, slots]: committed positions before the anchor, and the block itself."""
+        bound = self.draft.sliding_window_size
+        if self.rows.uniform and not causal and window is None and bound is None:
+            return None
+        key = kv.slot_positions(width)[:, None]
+        query = self.rows.positions(width)[:, :, None]
+        start = self.rows.starts()[:, :, None]
+        seen = (key >= 0) & (key < start + width) & (query >= 0)
+        if causal:
+            seen = seen & (key <= query)
+        if window is not None:
+            seen = seen & (query - key < window)
+        if bound is not None:
+            seen = seen & (key >= start - bound)
+        return seen[:, None]
+
+    def _choose(self, scores: mx.array, room: int) -> tuple[Proposal, mx.array]:
+        """The most likely tokens: positions are predicted independently, so samples make a poor whole.
+
+        Only for rejection, and rows that sample, are they drawn, from the distribution reported as q.
+
+        Returns:
+            The proposal, and whether the scores are finite.
+        """
+        finite = mx.isfinite(scores).all()
+        best = mx.argmax(scores, axis=-1).astype(mx.int32)
+        if self._sampler is None:
+            return Proposal(best, room), finite
+        tokens, q = self._sampler.draw(scores.astype(mx.float32), best)
+        return Proposal(tokens, room, q), finite
+
+
+class _Sampler:
+    """Draws proposals with generators of their own, independent of the verifier's."""
+
+    def __init__(self, sampling: Sequence[SamplingParams], vocab_size: int) -> None:
+        self._processors = Processors(sampling, vocab_size)
+        self._noise = [
+            Noise(None if one.seed is None else (one.seed + 0x9E3779B97F4A7C15) % 2**63) for one in sampling
+        ]
+
+    def select(self, rows: list[int]) -> None:
+        """Keep only these rows."""
+        self._processors.select(rows)
+        self._noise = [self._noise[row] for row in rows]
+
+    def draw(self, scores: mx.array, best: mx.array) -> tuple[mx.array, mx.array]:
+        """Tokens [rows, K] and the distributions [rows, K, vocab] they were drawn from.
+
+        Rows that are greedy, or whose scores are not finite, have their best tokens, and q is one-hot.
+        """
+        keys, _ = noise_of(self._noise, scores.shape[1])
+        for noise in self._noise:
+            noise.advance(scores.shape[1])
+        warped = self._processors.warp(scores)
+        fixed = self._processors.greedy | ~mx.isfinite(scores).all(axis=(1, 2))
+        tokens = mx.where(fixed[:, None], best, draw(warped, keys))
+        certain = (tokens[..., None] == mx.arange(scores.shape[-1])).astype(mx.float32)
+        return tokens, mx.where(fixed[:, None, None], certain, mx.softmax(warped, axis=-1))
+
+
+class Warnings:
+    """What is worth saying about a draft, once."""
+
+    def __init__(self, draft: DFlashDraftModel) -> None:
+        self._name, self._dtype = draft.name, str(draft.dtype).rpartition(".")[2]
+        self._limit = draft.config.max_position_embeddings
+        self._said: set[str] = set()
+
+    def if_not(self, finite: mx.array) -> None:
+        """The draft computes NaN; what it proposes is verified all the same. ``finite`` has been computed by now."""
+        if "finite" not in self._said and not finite.item():
+            self._say(
+                "finite",
+                f"draft {self._name} gave scores that are not finite in {self._dtype}; answers stay right but nothing "
+                "is sped up: load it with dtype bfloat16 or float32",
+            )
+
+    def if_beyond(self, length: int) -> None:
+        """The text has outgrown what the draft was made for."""
+        if length >= self._limit and "beyond" not in self._said:
+            self._say(
+                "beyond",
+                f"the text is longer than the {self._limit} positions draft {self._name} was made for; its rotary "
+                "positions go on past them, answers stay right, but fewer drafts may be accepted",
+            )
+
+    def _say(self, what: str, message: str) -> None:
+        self._said.add(what)
+        warnings.warn(message, stacklevel=4)

@@ -1,0 +1,75 @@
+"""Tiny seeded models of mlx-lm, made from the tiny configs of ``tiny.py``, and drafts for them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map_with_path
+from mlx_lm.utils import _get_classes
+
+import tiny
+from dflash.backends.mlx.architectures import completed
+from dflash.backends.mlx.load import check_rollback, load_draft
+from dflash.backends.mlx.target import MlxTarget
+
+OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {"num_experts": 4},
+    "qwen3-next": {"num_experts": 4},
+    "qwen3.5": {"model_type": "qwen3_5"},
+    "qwen3.5-moe": {"model_type": "qwen3_5_moe", "num_experts": 4},
+    "lfm2": {
+        "block_dim": 32, "block_ff_dim": 48, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "lfm2-moe": {"num_experts": 4},
+    "granite-hybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+}  # fmt: skip
+"""Fields that mlx-lm's classes want under other names than transformers' text configs give them."""
+
+ARCHITECTURES = [name for name in tiny.ARCHITECTURES if name not in ("bamba", "mistral-sliding")]
+"""Those that mlx-lm has. (Its Mistral reads past the window of a config that gives no layer types.)"""
+
+
+def config(name: str, **overrides: Any) -> dict[str, Any]:
+    """What mlx-lm reads of a tiny config."""
+    made = tiny.config(name).to_dict()
+    return {**made, **completed(made), **OWN_FIELDS.get(name, {}), **overrides}
+
+
+def model(name: str, *, seed: int = 0, **overrides: Any) -> Any:
+    """A tiny model in float32 with random weights large enough that its answers vary."""
+    made = config(name, **overrides)
+    kind, arguments = _get_classes(made)
+    mx.random.seed(seed)
+    built = kind(arguments.from_dict(made))
+
+    def weight(path: str, old: mx.array) -> mx.array:
+        if old.ndim < 2 or "conv" in path:
+            return old
+        # Gemma scales its embedding up.
+        return mx.random.normal(old.shape) * (0.06 if "embed_tokens" in path and name == "gemma3" else 0.35)
+
+    built.update(tree_map_with_path(weight, built.parameters()))
+    mx.eval(built.parameters())
+    return built.eval()
+
+
+def target_of(made: Any, name: str, settings: dict[str, Any]) -> MlxTarget:
+    """A model as a target, checked as ``load`` checks it."""
+    target = MlxTarget(made, tiny.tokenizer(), name, settings)
+    check_rollback(target)
+    return target
+
+
+@functools.cache
+def target(name: str) -> MlxTarget:
+    """A tiny target, shared by the tests of a run: sessions never change it."""
+    return target_of(model(name), name, config(name))
+
+
+def draft(of: Any, folder: Path, *, bits: int | None = None, **overrides: Any) -> Any:
+    """The draft that ``tiny.draft`` makes, written by PyTorch and loaded by MLX."""
+    return load_draft(tiny.save_draft(tiny.draft(of, **overrides), folder), bits=bits)
