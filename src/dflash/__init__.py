@@ -12,6 +12,9 @@ Importing this package imports neither torch nor mlx: a backend is imported by `
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import platform
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +38,7 @@ __all__ = [
     "stream_generate",
 ]
 
-BACKENDS = ("torch",)
+BACKENDS = ("torch", "mlx")
 
 
 def load(
@@ -50,10 +53,10 @@ def load(
 
     Args:
         id_or_path: a hub id, a local folder, a ``.gguf`` file, or the alias ``smollm2-135m``.
-        backend: "torch", the default.
+        backend: "torch" or "mlx"; by default mlx on Apple silicon, where it is installed, else torch.
         dtype: "float32", "bfloat16", "float16" or the framework's; by default float32 on CPU, elsewhere
             the checkpoint's own.
-        device: for example "cpu", "cuda", "mps"; by default the best there is.
+        device: for example "cpu", "cuda", "mps"; by default the best there is. MLX has one for a process.
         revision: of a hub repository.
         trust_remote_code: run Python that a repository ships. Off unless you say so.
 
@@ -77,6 +80,7 @@ def load_draft(
     dtype: Any = None,
     device: Any = None,
     revision: str | None = None,
+    bits: int | None = None,
 ) -> Drafter:
     """Load a DFlash draft in the published format. Its code is never needed: only json and safetensors are read.
 
@@ -84,6 +88,7 @@ def load_draft(
         id_or_path: a hub id or a local folder.
         sliding_window_size: how many committed positions the draft may look back on; None for all.
         backend, dtype, device, revision: as for ``load``.
+        bits: quantize the weights to 4 or 8 bits (mlx only); None leaves them as they are.
 
     Returns:
         A ``DFlashDraftModel`` with ``.config`` and ``.path``.
@@ -92,14 +97,21 @@ def load_draft(
         ModelNotFound: there is no such draft.
         ConfigError: its config is incomplete, or asks for something not computed here.
         CheckpointError: tensors are missing, left over or misshapen.
-        RequestError: ``sliding_window_size`` is not positive.
+        RequestError: ``sliding_window_size`` is not positive, or ``bits`` that the backend does not have.
     """
-    draft: Drafter = _backend(backend).load_draft(id_or_path, sliding_window_size, dtype, device, revision)
+    draft: Drafter = _backend(backend).load_draft(id_or_path, sliding_window_size, dtype, device, revision, bits)
     return draft
 
 
+def _default_backend() -> str:
+    """mlx where it is at home and installed, else torch."""
+    apple = sys.platform == "darwin" and platform.machine() == "arm64"
+    installed = all(importlib.util.find_spec(package) is not None for package in ("mlx", "mlx_lm"))
+    return "mlx" if apple and installed else "torch"
+
+
 def _backend(name: str | None) -> Any:
-    name = BACKENDS[0] if name is None else name
+    name = _default_backend() if name is None else name
     if name not in BACKENDS:
         raise RequestError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
     try:

@@ -128,6 +128,11 @@ class Target(Protocol):
     context_length: int | None
     eos_ids: frozenset[int]
 
+    @property
+    def dtype(self) -> str:
+        """What its layers compute in: "float32", "bfloat16" ..."""
+        ...
+
     def start(self, rows: int, taps: Sequence[int], step: int, chunk: int) -> Session:
         """Empty caches for ``rows`` rows.
 

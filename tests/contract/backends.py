@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from typing import Any
 
 import numpy as np
 import torch
 
 import tiny
+from dflash.backends.rows import RowByRow
 from dflash.backends.torch.cache import AttentionLayer, RecurrentLayer
-from dflash.backends.torch.target import RowByRow, TorchSession, TorchTarget
+from dflash.backends.torch.target import TorchSession, TorchTarget
 
 
 class TorchBackend:
     """PyTorch on the CPU, float32."""
 
     name = "torch"
+    architectures = frozenset(tiny.ARCHITECTURES)
 
     def target(self, architecture: str) -> TorchTarget:
         """A tiny target of an architecture."""
@@ -45,4 +48,8 @@ class TorchBackend:
         return [state.numpy() for state in found]
 
 
-BACKENDS = [TorchBackend()]
+BACKENDS: list[Any] = [TorchBackend()]
+if all(importlib.util.find_spec(package) is not None for package in ("mlx", "mlx_lm")):
+    from mlx_backend import MlxBackend
+
+    BACKENDS.append(MlxBackend())

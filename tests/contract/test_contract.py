@@ -22,6 +22,7 @@ from dflash.sampling import SamplingParams
 # The kinds of cache, each by one architecture.
 KINDS = {"full": "qwen3", "sliding": "gemma3", "delta": "qwen3-next", "conv": "lfm2", "moe": "qwen3-moe"}
 OTHERS = sorted(set(tiny.ARCHITECTURES) - set(KINDS.values()))
+CASES = [(backend, name) for backend in BACKENDS for name in OTHERS if name in backend.architectures]
 
 BLOCKS = [2, 3, 8, 16]
 TOKENS = 26
@@ -94,8 +95,7 @@ class TestEveryCacheKind:
         run_and_check(backend, architecture, name, block, PROMPTS, monkeypatch)
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
-@pytest.mark.parametrize("architecture", OTHERS)
+@pytest.mark.parametrize(("backend", "architecture"), CASES, ids=[f"{b.name}-{name}" for b, name in CASES])
 @pytest.mark.parametrize(("name", "block"), [("scripted", 4), ("hostile", 3), ("perfect", 16)])
 def test_every_architecture(backend: Any, architecture: str, name: str, block: int, monkeypatch: Any) -> None:
     run_and_check(backend, architecture, name, block, PROMPTS[:2], monkeypatch)

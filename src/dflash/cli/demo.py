@@ -58,17 +58,17 @@ AFTERWORD = (
 )
 
 
-def best_drafter(model: str) -> Wanted:
+def best_drafter(model: str, backend: options.Backend | None = None) -> Wanted:
     """What is at hand to draft for a model: no draft is shipped yet, so n-grams.
 
     In float32, where every token must agree.
     """
-    return Wanted(model, drafter="ngram", dtype="float32")
+    return Wanted(model, drafter="ngram", backend=backend, dtype="float32")
 
 
-def demo(model: options.Model = DEFAULT_MODEL) -> None:
+def demo(model: options.Model = DEFAULT_MODEL, backend: options.BackendOption = None) -> None:
     """Two prompts, answered with and without a drafter on this machine: same tokens, and how much faster."""
-    pair = load_pair(best_drafter(model))
+    pair = load_pair(best_drafter(model, backend))
     out = console.stdout()
     out.print(Text(f"{pair.target.name}, {pair.dtype}, {pair.drafter_label}, block {pair.block_size}"), soft_wrap=True)
     with console.waiting("warming up"):

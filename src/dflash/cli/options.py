@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 import typer
 
 DrafterKind: TypeAlias = Literal["ngram", "none", "dflash"]
-Backend: TypeAlias = Literal["torch"]
+Backend: TypeAlias = Literal["torch", "mlx"]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Verification: TypeAlias = Literal["match", "rejection"]
 
@@ -44,7 +44,7 @@ BackendOption = Annotated[
     typer.Option(
         "--backend",
         metavar="NAME",
-        help="torch, the default.",
+        help="torch or mlx. By default mlx on Apple silicon, where it is installed, else torch.",
         rich_help_panel=_LOADING,
     ),
 ]
@@ -82,6 +82,15 @@ DraftWindow = Annotated[
         "--draft-sliding-window-size",
         metavar="N",
         help="Committed tokens the draft may look back on. By default all.",
+        rich_help_panel=_LOADING,
+    ),
+]
+DraftBits = Annotated[
+    int | None,
+    typer.Option(
+        "--draft-bits",
+        metavar="N",
+        help="Quantize the draft's weights to 4 or 8 bits (mlx only). By default they stay as they are.",
         rich_help_panel=_LOADING,
     ),
 ]

@@ -36,6 +36,7 @@ class Wanted:
     draft_revision: str | None = None
     trust_remote_code: bool = False
     draft_sliding_window_size: int | None = None
+    draft_bits: int | None = None
 
     def __post_init__(self) -> None:
         if self.draft is None:
@@ -43,6 +44,7 @@ class Wanted:
                 ("--drafter dflash", self.drafter == "dflash"),
                 ("--draft-sliding-window-size", self.draft_sliding_window_size is not None),
                 ("--draft-revision", self.draft_revision is not None),
+                ("--draft-bits", self.draft_bits is not None),
             ):
                 if value:
                     raise RequestError(f"{option} needs a draft: give --draft with a folder or a hub id")
@@ -72,7 +74,7 @@ class Pair:
     @property
     def dtype(self) -> str:
         """Of the target's weights: "float32", "bfloat16" ..."""
-        return str(self.target.model.dtype).rpartition(".")[2]
+        return self.target.dtype
 
     @property
     def drafter_label(self) -> str:
@@ -119,6 +121,7 @@ def _drafter(wanted: Wanted) -> Drafter:
         wanted.dtype,
         wanted.device,
         wanted.draft_revision,
+        wanted.draft_bits,
     )
 
 

@@ -72,7 +72,6 @@ def train(
     measure_every: Annotated[int, typer.Option(min=1, metavar="STEPS", rich_help_panel=_RUN)] = 500,
     save_every: Annotated[int, typer.Option(min=1, metavar="STEPS", rich_help_panel=_RUN)] = 500,
     licence: Annotated[str | None, typer.Option(help="For the card.", rich_help_panel=_RUN)] = None,
-    backend: options.BackendOption = None,
     dtype: options.DtypeOption = None,
     device: options.Device = None,
     revision: options.Revision = None,
@@ -96,7 +95,7 @@ def train(
         measure_every=measure_every, save_every=save_every, licence=licence, command=command,
     )  # fmt: skip
     target = load_pair(
-        Wanted(model, None, "none", None, backend, dtype, device, revision, trust_remote_code=trust_remote_code)
+        Wanted(model, None, "none", None, "torch", dtype, device, revision, trust_remote_code=trust_remote_code)
     ).target
     assert isinstance(target, TorchTarget)
     with meter("hidden states") as caching, meter("steps") as show:

@@ -108,8 +108,11 @@ def load_draft(
     dtype: str | torch.dtype | None = None,
     device: str | torch.device | None = None,
     revision: str | None = None,
+    bits: int | None = None,
 ) -> DFlashDraftModel:
     """See ``dflash.load_draft``."""
+    if bits is not None:
+        raise RequestError("a draft is quantized on load by the mlx backend only: leave bits (--draft-bits) out")
     folder = locate_draft(id_or_path, revision)
     config = DFlashConfig.load(folder)
     device = _device(device)
