@@ -6,8 +6,10 @@ A deliberately broken verifier fails the same test.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,11 +39,37 @@ VOCAB, LENGTH, SAMPLES = 5, 3, 3000
 PROMPT = [1, 3, 1, 0, 2, 1, 3]
 
 
-@pytest.fixture(scope="module")
-def target() -> TorchTarget:
-    made = tiny.model("llama", vocab_size=VOCAB, seed=3)
+@functools.cache
+def model() -> Any:
+    """The tiny model, by transformers: what the expected distributions are computed from."""
+    made = tiny.model("llama", vocab_size=VOCAB, seed=3, num_hidden_layers=2)
     made.lm_head.weight.data *= 0.6  # spread out, so that every processor has something to do
-    return TorchTarget(made, tiny.tokenizer(), "tiny llama")
+    return made
+
+
+@pytest.fixture(scope="module")
+def torch_target() -> TorchTarget:
+    return TorchTarget(model(), tiny.tokenizer(), "tiny llama")
+
+
+@pytest.fixture(scope="module", params=["torch", "mlx"])
+def target(request: Any, torch_target: TorchTarget, tmp_path_factory: Any) -> Any:
+    """The same model on each backend."""
+    if request.param == "torch":
+        return torch_target
+    pytest.importorskip("mlx_lm")
+    import tiny_mlx
+
+    return tiny_mlx.converted(model(), "llama", tmp_path_factory.mktemp("target"))
+
+
+def draft_for(target: Any, folder: Path, **overrides: Any) -> Any:
+    """The same random draft on each backend."""
+    if target.backend == "torch":
+        return tiny.draft(target, **overrides)
+    import tiny_mlx
+
+    return tiny_mlx.draft(target, folder / "draft", **overrides)
 
 
 class GuessDrafter:
@@ -55,6 +83,7 @@ class GuessDrafter:
 
     def start(self, target: Any, sampling: Sequence[SamplingParams], verification: str, step: int) -> GuessDrafter:
         self.generator = torch.Generator().manual_seed(5)
+        self.backend = target.backend
         return self
 
     def extend(self, tokens: list[list[int]], features: Features) -> None:
@@ -70,6 +99,10 @@ class GuessDrafter:
             return Proposal([[3, 1, 2, 0][:room]] * len(pending), room)
         q = torch.tensor([[0.1, 0.5, 0.05, 0.3, 0.05], [0.3, 0.1, 0.4, 0.1, 0.1]])[:room].repeat(len(pending), 1, 1)
         drawn = torch.multinomial(q.flatten(0, 1), 1, generator=self.generator).view(len(pending), room)
+        if self.backend == "mlx":
+            import mlx.core as mx
+
+            return Proposal(mx.array(drawn.numpy()), room, mx.array(q.numpy()))
         return Proposal(drawn, room, q)
 
 
@@ -84,7 +117,7 @@ PARAMS = {
 }
 
 
-def expected(target: TorchTarget, params: SamplingParams) -> dict[tuple[int, ...], float]:
+def expected(params: SamplingParams) -> dict[tuple[int, ...], float]:
     """Probability of every answer of LENGTH tokens."""
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(params.repetition_penalty)])
     processors.append(TemperatureLogitsWarper(params.temperature))
@@ -99,7 +132,7 @@ def expected(target: TorchTarget, params: SamplingParams) -> dict[tuple[int, ...
         prefixes = list(result)
         ids = torch.tensor([[*PROMPT, *prefix] for prefix in prefixes])
         with torch.no_grad():
-            scores = target.model(ids).logits[:, -1]
+            scores = model()(ids).logits[:, -1]
         p = processors(ids, scores + bias).double().softmax(-1)
         result = {
             (*prefix, token): result[prefix] * float(p[i, token])
@@ -109,7 +142,7 @@ def expected(target: TorchTarget, params: SamplingParams) -> dict[tuple[int, ...
     return {answer: p for answer, p in result.items() if p > 0}
 
 
-def sample(target: TorchTarget, drafter: Any, params: SamplingParams, verification: str) -> list[tuple[int, ...]]:
+def sample(target: Any, drafter: Any, params: SamplingParams, verification: str) -> list[tuple[int, ...]]:
     """SAMPLES answers, as rows of large batches, each row with a generator of its own."""
     answers = []
     for first in range(0, SAMPLES, 1000):
@@ -124,9 +157,9 @@ def sample(target: TorchTarget, drafter: Any, params: SamplingParams, verificati
     return answers
 
 
-def p_value(target: TorchTarget, drafter: Any, params: SamplingParams, verification: str) -> float:
+def p_value(target: Any, drafter: Any, params: SamplingParams, verification: str) -> float:
     """Of the chi-square test that the answers are distributed as the target's; rare answers pooled."""
-    want = expected(target, params)
+    want = expected(params)
     have = Counter(sample(target, drafter, params, verification))
     assert set(have) <= set(want), "an answer the target would never give"
     common = [answer for answer in want if want[answer] * SAMPLES >= 5]
@@ -147,18 +180,18 @@ def p_value(target: TorchTarget, drafter: Any, params: SamplingParams, verificat
     ids=["match", "rejection of a fixed draft", "rejection of a sampled draft"],
 )
 def test_joint_distribution_is_the_targets(
-    target: TorchTarget, params: SamplingParams, samples: bool, verification: str
+    target: Any, params: SamplingParams, samples: bool, verification: str
 ) -> None:
     assert p_value(target, GuessDrafter(samples), params, verification) > 1e-3
 
 
-def test_joint_distribution_of_plain_decoding(target: TorchTarget) -> None:
+def test_joint_distribution_of_plain_decoding(target: Any) -> None:
     assert p_value(target, NoDrafter(), PARAMS["all"], "match") > 1e-3
 
 
 @pytest.mark.parametrize("verification", ["match", "rejection"])
-def test_joint_distribution_with_a_dflash_draft(target: TorchTarget, verification: str) -> None:
-    draft = tiny.draft(target, block_size=3, mask_token_id=4)
+def test_joint_distribution_with_a_dflash_draft(target: Any, tmp_path: Path, verification: str) -> None:
+    draft = draft_for(target, tmp_path, block_size=3, mask_token_id=4)
     assert p_value(target, draft, PARAMS["all"], verification) > 1e-3
 
 
@@ -178,22 +211,22 @@ ORIGINAL = verify.reject
 
 
 @pytest.mark.parametrize("broken", [broken_argmax_q, broken_residual])
-def test_a_broken_verifier_is_found_out(target: TorchTarget, broken: Any, monkeypatch: Any) -> None:
+def test_a_broken_verifier_is_found_out(torch_target: TorchTarget, broken: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(verify, "reject", broken)
-    assert p_value(target, GuessDrafter(False), PARAMS["temperature"], "rejection") < 1e-9
+    assert p_value(torch_target, GuessDrafter(False), PARAMS["temperature"], "rejection") < 1e-9
 
 
-def test_an_always_accepting_verifier_is_found_out(target: TorchTarget, monkeypatch: Any) -> None:
+def test_an_always_accepting_verifier_is_found_out(torch_target: TorchTarget, monkeypatch: Any) -> None:
     monkeypatch.setattr(verify, "_agreeing", lambda own, drafted: torch.full((len(own),), drafted.shape[1]))
     monkeypatch.setattr(verify, "draw", lambda p, noise: torch.tensor([3, 1, 2])[: len(p)])
     with pytest.raises(AssertionError):
-        assert p_value(target, GuessDrafter(False), PARAMS["temperature"], "match") > 1e-3
+        assert p_value(torch_target, GuessDrafter(False), PARAMS["temperature"], "match") > 1e-3
 
 
 # --- seeds, rows, greedy with processors ------------------------------------------------------------
 
 
-def answer(target: TorchTarget, drafter: Any, params: SamplingParams, count: int = 24, **options: Any) -> list[int]:
+def answer(target: Any, drafter: Any, params: SamplingParams, count: int = 24, **options: Any) -> list[int]:
     done = Output(lambda ids: "", count)
     block = options.pop("block_size", drafter.block_size)
     for _ in decode(target, drafter, [Request(PROMPT, params, done)], block_size=block, **options):
@@ -201,10 +234,10 @@ def answer(target: TorchTarget, drafter: Any, params: SamplingParams, count: int
     return done.tokens
 
 
-def test_a_seeded_answer_is_the_same_with_every_drafter_and_block(target: TorchTarget) -> None:
+def test_a_seeded_answer_is_the_same_with_every_drafter_and_block(target: Any, tmp_path: Path) -> None:
     params = SamplingParams(temperature=1.0, top_p=0.95, repetition_penalty=1.1, seed=11)
     plain = answer(target, NoDrafter(), params)
-    draft = tiny.draft(target, mask_token_id=4)
+    draft = draft_for(target, tmp_path, mask_token_id=4)
     for drafter in (GuessDrafter(False), GuessDrafter(True), NGramDrafter(min_ngram=1), draft):
         assert answer(target, drafter, params) == plain
     for block in (2, 3, 5, 8):
@@ -212,27 +245,27 @@ def test_a_seeded_answer_is_the_same_with_every_drafter_and_block(target: TorchT
     assert answer(target, NoDrafter(), SamplingParams(temperature=1.0, seed=12)) != plain
 
 
-def test_a_seeded_answer_repeats_with_rejection(target: TorchTarget) -> None:
+def test_a_seeded_answer_repeats_with_rejection(target: Any, tmp_path: Path) -> None:
     params = SamplingParams(temperature=1.0, seed=4)
-    draft = tiny.draft(target, mask_token_id=4)
+    draft = draft_for(target, tmp_path, mask_token_id=4)
     first = answer(target, draft, params, verification="rejection")
     answer(target, draft, SamplingParams(temperature=1.0), verification="rejection")
     assert answer(target, draft, params, verification="rejection") == first
 
 
-def test_unseeded_answers_differ(target: TorchTarget) -> None:
+def test_unseeded_answers_differ(target: Any) -> None:
     params = SamplingParams(temperature=1.0)
     assert len({tuple(answer(target, NoDrafter(), params)) for _ in range(4)}) > 1
 
 
-def test_mixed_rows_are_each_as_if_alone(target: TorchTarget) -> None:
+def test_mixed_rows_are_each_as_if_alone(target: Any, tmp_path: Path) -> None:
     kinds = [
         SamplingParams(),
         SamplingParams(temperature=1.0, seed=7),
         SamplingParams(repetition_penalty=1.5),
         SamplingParams(temperature=0.7, top_k=2, logit_bias={4: 2.0}, seed=8),
     ]
-    draft = tiny.draft(target, mask_token_id=4, block_size=4)
+    draft = draft_for(target, tmp_path, mask_token_id=4, block_size=4)
     done = [Output(lambda ids: "", 9 + i) for i in range(len(kinds))]
     rows = [Request(PROMPT[i:], params, output) for i, (params, output) in enumerate(zip(kinds, done, strict=True))]
     for _ in decode(target, draft, rows, block_size=4):
@@ -245,9 +278,9 @@ def test_mixed_rows_are_each_as_if_alone(target: TorchTarget) -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3])
-def test_greedy_with_a_penalty_is_transformers_own(target: TorchTarget, penalty: float) -> None:
+def test_greedy_with_a_penalty_is_transformers_own(target: Any, penalty: float) -> None:
     ids = torch.tensor([PROMPT])
-    own = target.model.generate(
+    own = model().generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=24,
@@ -260,18 +293,18 @@ def test_greedy_with_a_penalty_is_transformers_own(target: TorchTarget, penalty:
         assert answer(target, drafter, params) == own[0, len(PROMPT) :].tolist()
 
 
-def test_a_banned_token_never_comes(target: TorchTarget) -> None:
+def test_a_banned_token_never_comes(target: Any) -> None:
     greedy = answer(target, NoDrafter(), SamplingParams())
     banned = SamplingParams(logit_bias={greedy[0]: float("-inf")})
     assert greedy[0] not in answer(target, GuessDrafter(False), banned)
 
 
-def test_a_bias_outside_the_vocabulary_is_refused(target: TorchTarget) -> None:
+def test_a_bias_outside_the_vocabulary_is_refused(target: Any) -> None:
     with pytest.raises(RequestError, match="token 5; the vocabulary ends at 4"):
         answer(target, NoDrafter(), SamplingParams(logit_bias={5: 1.0}))
 
 
-def test_an_unknown_verification_is_refused(target: TorchTarget) -> None:
+def test_an_unknown_verification_is_refused(target: Any) -> None:
     with pytest.raises(RequestError, match="match, rejection"):
         answer(target, NoDrafter(), SamplingParams(), verification="both")
 

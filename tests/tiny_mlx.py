@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map_with_path
-from mlx_lm.utils import _get_classes
+from mlx_lm.utils import _get_classes, load_model
 
 import tiny
 from dflash.backends.mlx.architectures import completed
@@ -62,6 +63,15 @@ def target_of(made: Any, name: str, settings: dict[str, Any]) -> MlxTarget:
     target = MlxTarget(made, tiny.tokenizer(), name, settings)
     check_rollback(target)
     return target
+
+
+def converted(made: Any, name: str, folder: Path) -> MlxTarget:
+    """A tiny model of transformers, written to a folder and read by mlx-lm."""
+    made.save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings = {**settings, **completed(settings), **OWN_FIELDS.get(name, {})}
+    read, _ = load_model(folder, model_config=settings)
+    return target_of(read.eval(), name, settings)
 
 
 @functools.cache

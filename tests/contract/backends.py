@@ -20,6 +20,7 @@ class TorchBackend:
 
     name = "torch"
     architectures = frozenset(tiny.ARCHITECTURES)
+    blocks = (2, 3, 8, 16)
 
     def target(self, architecture: str) -> TorchTarget:
         """A tiny target of an architecture."""

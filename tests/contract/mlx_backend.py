@@ -19,6 +19,7 @@ class MlxBackend:
 
     name = "mlx"
     architectures = frozenset(tiny_mlx.ARCHITECTURES)
+    blocks = (3, 16)
 
     def target(self, architecture: str) -> MlxTarget:
         """A tiny target of an architecture."""

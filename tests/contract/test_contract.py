@@ -24,7 +24,7 @@ KINDS = {"full": "qwen3", "sliding": "gemma3", "delta": "qwen3-next", "conv": "l
 OTHERS = sorted(set(tiny.ARCHITECTURES) - set(KINDS.values()))
 CASES = [(backend, name) for backend in BACKENDS for name in OTHERS if name in backend.architectures]
 
-BLOCKS = [2, 3, 8, 16]
+ROUNDS = [(backend, block) for backend in BACKENDS for block in backend.blocks]
 TOKENS = 26
 PROMPTS = [
     (11, 3, 60, 7, 22),  # shorter than the window of 8, crossed while answering
@@ -83,8 +83,7 @@ def run_and_check(
     return made
 
 
-@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize(("backend", "block"), ROUNDS, ids=[f"{b.name}-{block}" for b, block in ROUNDS])
 @pytest.mark.parametrize("name", ["perfect", "hostile", "scripted", "random", "ngram"])
 @pytest.mark.parametrize("architecture", KINDS.values(), ids=KINDS)
 class TestEveryCacheKind:
