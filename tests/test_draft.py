@@ -24,32 +24,7 @@ from dflash.protocols import Features
 from dflash.sampling import SamplingParams
 
 GREEDY = [SamplingParams()]
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "yarn": {"rope_parameters": YARN},
-    "sliding": {
-        "num_hidden_layers": 3,
-        "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
-        "sliding_window": 8,
-    },
-    "sliding, seeing the whole block": {
-        "layer_types": ("sliding_attention", "sliding_attention"),
-        "sliding_window": 8,
-        "causal": (False, False),
-    },
-    "causal": {"causal": (True, True)},
-    "bias": {"attention_bias": True},
-    "scales": {"input_embedding_scale": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 3.0},
-}
+VARIANTS = tiny.DRAFTS
 
 
 def target() -> TorchTarget:

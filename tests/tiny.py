@@ -209,6 +209,35 @@ def make_tokenizer(bos: str | None = None) -> PreTrainedTokenizerFast:
     return made
 
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+
+DRAFTS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "yarn": {"rope_parameters": YARN},
+    "sliding": {
+        "num_hidden_layers": 3,
+        "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+        "sliding_window": 8,
+    },
+    "sliding, seeing the whole block": {
+        "layer_types": ("sliding_attention", "sliding_attention"),
+        "sliding_window": 8,
+        "causal": (False, False),
+    },
+    "causal": {"causal": (True, True)},
+    "bias": {"attention_bias": True},
+    "scales": {"input_embedding_scale": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 3.0},
+}
+"""name -> what a draft's config has beside the common part."""
+
+
 def draft_config(of: TorchTarget, **overrides: Any) -> DFlashConfig:
     """A draft config that fits a target."""
     fields: dict[str, Any] = {

@@ -219,9 +219,7 @@ class DFlashDrafting:
             [mx.array(pending)[:, None], mx.full((len(pending), room), draft.config.mask_token_id, mx.int32)], axis=1
         )
         x = anatomy.embed(block).astype(draft.dtype) * draft.config.input_embedding_scale
-        masks = {
-            kind: self._mask(kv, room + 1, *kind) for kind, kv in zip(draft.windows(), self.context, strict=True)
-        }
+        masks = {kind: self._mask(kv, room + 1, *kind) for kind, kv in zip(draft.windows(), self.context, strict=True)}
         for layer, kv, kind in zip(draft.layers, self.context, draft.windows(), strict=True):
             x = layer(x, draft.rotary, kv, masks[kind])
         return draft.logits(x[:, 1:], anatomy)
@@ -273,9 +271,7 @@ class _Sampler:
 
     def __init__(self, sampling: Sequence[SamplingParams], vocab_size: int) -> None:
         self._processors = Processors(sampling, vocab_size)
-        self._noise = [
-            Noise(None if one.seed is None else (one.seed + 0x9E3779B97F4A7C15) % 2**63) for one in sampling
-        ]
+        self._noise = [Noise(None if one.seed is None else (one.seed + 0x9E3779B97F4A7C15) % 2**63) for one in sampling]
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows."""

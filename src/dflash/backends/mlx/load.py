@@ -114,7 +114,8 @@ def load_draft(
     check_weights(folder, weights, {name: tuple(p.shape) for name, p in tree_flatten(draft.parameters())})
     tensors = {}
     for file in weights.files:
-        for name, tensor in mx.load(str(file)).items():
+        stored: Any = mx.load(str(file))
+        for name, tensor in stored.items():
             if tensor.dtype not in DTYPES.values():
                 raise CheckpointError(
                     f"{folder.name}: {name} is stored as {tensor.dtype}: quantized drafts are not read"
@@ -203,11 +204,10 @@ def _text_and_scores(target: MlxTarget) -> tuple[list[int], mx.array]:
 
 def _largest_error(pairs: list[tuple[mx.array, mx.array]]) -> float:
     errors = [
-        mx.linalg.norm((have - want).astype(mx.float32).flatten())
-        / mx.linalg.norm(want.astype(mx.float32).flatten())
+        mx.linalg.norm((have - want).astype(mx.float32).flatten()) / mx.linalg.norm(want.astype(mx.float32).flatten())
         for have, want in pairs
     ]
-    return max(float(error.item()) for error in errors)
+    return float(mx.stack(errors).max())
 
 
 def _ignore(tokens: list[list[int]], features: Features) -> None:

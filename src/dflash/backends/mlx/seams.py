@@ -57,7 +57,7 @@ class _StandIn:
     def __init__(self, module: Any) -> None:
         self._module = module
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:  # what ``isinstance`` asks, by which some models tell their layers apart
         return type(self._module)
 

@@ -13,6 +13,7 @@ request's own generator. All rows are computed at once, lazily; a round is evalu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -131,13 +132,14 @@ class SamplerVerifier:
         """
         drafted = drafted_tokens(proposal, 1)
         tokens = mx.concatenate([mx.array(self.history), drafted[0]])
+        random_state: Any = mx.random.state
         own, states = [], []
         for i in range(scores.shape[1]):
             logits = scores[:, i]
             for processor in self.processors:
                 logits = processor(tokens[: len(self.history) + i], logits)
             own.append(self.sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
-            states.append(mx.random.state[0])
+            states.append(random_state[0])
         chosen = mx.stack(own, axis=1).astype(mx.int32)
         nan = mx.isnan(scores).any(axis=(1, 2))
         verdict, state = read_verdict_and_state(chosen, agreeing(chosen, drafted), nan, mx.stack(states))
@@ -183,9 +185,7 @@ class Processors:
         for row, own in zip(self._rows, bias, strict=True):
             for token, value in row.logit_bias.items():
                 if token >= self.vocab_size:
-                    raise RequestError(
-                        f"logit_bias names token {token}; the vocabulary ends at {self.vocab_size - 1}"
-                    )
+                    raise RequestError(f"logit_bias names token {token}; the vocabulary ends at {self.vocab_size - 1}")
                 own[0, token] = value
         return mx.array(bias)
 
@@ -340,7 +340,7 @@ def read_verdict_and_state(
 def _evaluated(summary: mx.array) -> list[list[int]]:
     """The one host sync of a round."""
     mx.eval(summary)
-    lines: list[list[int]] = summary.tolist()
+    lines: Any = summary.tolist()
     return lines
 
 
