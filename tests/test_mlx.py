@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 import threading
@@ -27,6 +28,7 @@ from mlx_lm.models.cache import ChunkedKVCache  # noqa: E402
 from mlx_lm.sample_utils import make_logits_processors, make_sampler  # noqa: E402
 from mlx_lm.tokenizer_utils import TokenizerWrapper  # noqa: E402
 from mlx_lm.utils import quantize_model, save_config  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
 
 import dflash  # noqa: E402
 import tiny_mlx  # noqa: E402
@@ -36,6 +38,7 @@ from dflash.backends.mlx.architectures import completed  # noqa: E402
 from dflash.backends.mlx.cache import AttentionCache, QuantizedAttentionCache, RecurrentCache  # noqa: E402
 from dflash.backends.mlx.rotary import frequencies  # noqa: E402
 from dflash.backends.mlx.target import MlxTarget  # noqa: E402
+from dflash.cli.main import app  # noqa: E402
 from dflash.decode import Request, decode  # noqa: E402
 from dflash.drafters import NoDrafter  # noqa: E402
 from dflash.errors import IncompatibleDraft, NonFiniteScores, RequestError, UnsupportedTarget  # noqa: E402
@@ -264,6 +267,32 @@ def test_a_worker_thread_generates_from_what_the_main_thread_loaded(folder: Path
     assert texts == [want, want]
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3-next"])
+def test_ragged_rows_with_a_draft_are_each_as_if_alone(architecture: str, tmp_path: Path) -> None:
+    target = tiny_mlx.target(architecture)
+    draft = tiny_mlx.draft(target, tmp_path / "draft", **tiny.DRAFTS["sliding"])
+    prompts = [PROMPT, PROMPT[:2], [*PROMPT, *PROMPT[3:], 4]]
+    alone = [flat(rounds(target, draft, 9 + i, prompt)) for i, prompt in enumerate(prompts)]
+    done = [Output(lambda ids: "", 9 + i) for i in range(3)]
+    rows = [Request(prompt, SamplingParams(), output) for prompt, output in zip(prompts, done, strict=True)]
+    for _ in decode(target, draft, rows, block_size=8, prefill_chunk=4):
+        pass
+    assert [output.tokens for output in done] == alone
+
+
+def test_freed_buffers_are_given_back_by_elapsed_tokens(monkeypatch: Any) -> None:
+    """Rounds of three step over most multiples of ten, and still it is cleared about every ten tokens."""
+    session = tiny_mlx.target("qwen3").start(1, (), 4, 64)
+    session.prefill([PROMPT], lambda tokens, features: None)
+    cleared: list[int] = []
+    monkeypatch.setattr("dflash.backends.mlx.target.CLEAR_EVERY", 10)
+    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(session.lengths[0]))
+    for _ in range(20):
+        with session.verify([1], Proposal([[1, 2]], 2)) as ahead:
+            ahead.keep([3])
+    assert cleared == [len(PROMPT) + 12 * i for i in range(1, 6)]
+
+
 # --- loading ----------------------------------------------------------------------------------------
 
 
@@ -293,6 +322,20 @@ def test_the_usual_calls_load_on_mlx(folder: Path, draft_folder: Path) -> None:
     drafted = dflash.generate(target, draft, None, TEXT, max_tokens=30)
     on_torch = dflash.generate(dflash.load(folder, backend="torch"), None, None, TEXT, max_tokens=30)
     assert drafted.tokens == plain.tokens == on_torch.tokens
+
+
+def test_bfloat16_is_asked_for_by_name(folder: Path, draft_folder: Path) -> None:
+    target = dflash.load(folder, backend="mlx", dtype="bfloat16")
+    draft = dflash.load_draft(draft_folder, backend="mlx", dtype="bfloat16")
+    assert target.dtype == "bfloat16" and draft.dtype == mx.bfloat16
+    assert dflash.generate(target, draft, None, TEXT, max_tokens=20).generation_tokens == 20
+
+
+def test_weights_are_wired_where_the_machine_says_how_much(folder: Path, monkeypatch: Any) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr("dflash.backends.mlx.load.maybe_set_recommended_wired_limit", lambda: asked.append(True))
+    model_mlx.load(folder)
+    assert asked == [True]
 
 
 def test_the_default_backend_is_mlx_on_apple_silicon_only(monkeypatch: Any) -> None:
@@ -482,6 +525,47 @@ def test_a_draft_that_computes_nan_is_told_of_once(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="not finite in float32") as told:
         answer = flat(rounds(target, draft, 12))
     assert answer == mlx_lms(target.model, 12) and len(told) == 1
+
+
+# --- commands -----------------------------------------------------------------------------------------
+
+
+def test_commands_run_on_mlx(folder: Path, draft_folder: Path) -> None:
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(app, [*arguments, "--model", str(folder), "--backend", "mlx"])
+
+    asked = ("--draft", str(draft_folder), "--draft-bits", "8", "--prompt", TEXT, "--max-new-tokens", "12")
+    record = json.loads(run("generate", "--raw", "--json", *asked).stdout)
+    assert record["settings"]["backend"] == "mlx" and record["settings"]["draft_bits"] == 8
+    plain = dflash.generate(dflash.load(folder, backend="torch"), None, None, TEXT, max_tokens=12)
+    assert record["tokens"] == plain.tokens
+    verified = run("verify", *asked)
+    assert verified.exit_code == 0 and "1 of 1 answers identical" in verified.stdout
+    assert "needs a draft" in run("generate", "--draft-bits", "4", "--prompt", TEXT).stderr
+
+
+# --- the default target -------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif("DFLASH_TEST_SMOLLM2" not in os.environ, reason="a minute: set DFLASH_TEST_SMOLLM2=1")
+@pytest.mark.timeout(600)
+def test_smollm2_and_a_draft_are_the_same_on_both_backends(tmp_path: Path, monkeypatch: Any) -> None:
+    one, other = dflash.load("smollm2-135m", backend="torch", device="cpu"), model_mlx.load("smollm2-135m")
+    made = tiny.draft(one, block_size=4, num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+    loaded = model_mlx.load_draft(tiny.save_draft(made, tmp_path / "draft"))
+    prompt = list(one.tokenizer("The three primary colours are red,")["input_ids"])
+    heard = []
+    for target in (one, other):
+        listener = Listener(*made.taps)
+        heard.append((flat(rounds(target, listener, 12, prompt)), np.concatenate(listener.heard)))
+    assert heard[0][0] == heard[1][0]
+    np.testing.assert_allclose(heard[0][1], heard[1][1], atol=2e-2, rtol=2e-3)
+    assert rounds(one, made, 12, prompt) == rounds(other, loaded, 12, prompt)
+    taps = heard[0][1][None, :9]
+    drafting = loaded.start(other, GREEDY, "match", 64)
+    drafting.extend([[0] * 9], Features(mx.array(taps), [9]))
+    want = torch_scores(made, one, taps, [9], monkeypatch)
+    np.testing.assert_allclose(np.array(drafting.block_scores([7], 7)), want, atol=2e-3 * np.abs(want).max())
 
 
 # --- examples -----------------------------------------------------------------------------------------
