@@ -544,6 +544,15 @@ def test_commands_run_on_mlx(folder: Path, draft_folder: Path) -> None:
     assert "needs a draft" in run("generate", "--draft-bits", "4", "--prompt", TEXT).stderr
 
 
+def test_the_comparison_with_mlx_lm_runs(folder: Path, draft_folder: Path, monkeypatch: Any, capsys: Any) -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "mlx_compare.py"
+    asked = ("--model", str(folder), "--draft", str(draft_folder), "--max-new-tokens", "8", "--repeats", "1")
+    monkeypatch.setattr(sys, "argv", [str(script), *asked])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(script), run_name="__main__")
+    assert ended.value.code == 0 and "identical tokens in 4 of 4, float32" in capsys.readouterr().out
+
+
 # --- the default target -------------------------------------------------------------------------------
 
 
