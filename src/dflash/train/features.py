@@ -27,6 +27,14 @@ SHARD = 64
 CHUNK = 512
 """Tokens a forward."""
 
+MULTIPLE = 64
+"""Lengths are padded to a multiple of this: kernels are made anew for every shape, which costs more than padding."""
+
+
+def padded(length: int) -> int:
+    """The next multiple."""
+    return -(-length // MULTIPLE) * MULTIPLE
+
 
 class Features:
     """Taps, and where a loss reads the target's distribution its last normed hidden states, of sequences.
@@ -115,11 +123,14 @@ def compute(
     try:
         for first in range(0, len(ids), CHUNK):
             part = list(ids[first : first + CHUNK])
+            count = len(part)
+            # Padding comes last, where no position before it sees it, and never past the context.
+            part += [0] * (min(padded(count), (target.context_length or first + CHUNK) - first) - count)
             # The head is given what is scored: all of it where its inputs are wanted, else one position.
-            _, features = session.read([part], [len(part)], 0 if final else torch.tensor([[0]]))
+            _, features = session.read([part], [count], 0 if final else torch.tensor([[0]]))
             assert features.values is not None
             chunks.append(features.values[0])
     finally:
         if hook is not None:
             hook.remove()
-    return torch.cat(chunks), torch.cat(heads) if final else None
+    return torch.cat(chunks)[: len(ids)], torch.cat(heads)[: len(ids)] if final else None
