@@ -26,6 +26,7 @@ from dflash.train.evaluate import Acceptance, measure
 from dflash.train.features import Features, padded
 from dflash.train.loss import LossMix, dpace_weights, exponential_weights, slot_losses
 from dflash.train.recipe import Recipe
+from dflash.train.scalars import scalars
 from dflash.train.schedule import rate
 
 PATIENCE = 10
@@ -148,7 +149,7 @@ class Processes:
 
 
 class Trainer:
-    """A run. Files of ``output``: ``checkpoints/``, ``log.jsonl``, ``run.json``."""
+    """A run. Files of ``output``: ``checkpoints/``, ``log.jsonl``, ``run.json``, and ``tensorboard/`` if installed."""
 
     def __init__(
         self,
@@ -184,6 +185,7 @@ class Trainer:
         self.step = 0
         self._skipped = 0
         self._begin(resume)
+        self._scalars = scalars(self.output / "tensorboard", self.step) if self.processes.first else None
 
     def _begin(self, resume: bool) -> None:
         run = {"recipe": asdict(self.recipe), "draft": self.draft.config.to_published()}
@@ -229,8 +231,7 @@ class Trainer:
         seconds = dict.fromkeys(("data", "compute", "update"), 0.0)
         began = time.perf_counter()
         while self.step < end:
-            self._one_step(totals, seconds)
-            self.step += 1
+            self.take_step(totals, seconds)
             logs, measures = self._due(log_every), self._due(measure_every)
             if logs:
                 spent = time.perf_counter() - began
@@ -255,8 +256,13 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.recipe.steps
 
-    def _one_step(self, totals: dict[str, float], seconds: dict[str, float]) -> None:
-        """Forward and back over this process's share of the step's sequences, then one update."""
+    def take_step(self, totals: dict[str, float], seconds: dict[str, float]) -> None:
+        """Forward and back over this process's share of the step's sequences, then one update.
+
+        Args:
+            totals: to add to: "loss", "slots", "accepted" (summed over blocks), "blocks".
+            seconds: to add to: "data", "compute", "update".
+        """
         clock = time.perf_counter()
         chosen = self.plan.sequences(self.step)
         drawn = {i: self.plan.draw(self.step, i, self.corpus.train[i].anchors) for i in chosen}
@@ -287,6 +293,7 @@ class Trainer:
         totals["slots"] += slots / self.processes.world
         totals["blocks"] += sum(len(drawn[i]) for i in mine)
         seconds["update"] += time.perf_counter() - clock
+        self.step += 1
 
     def _update(self, finite: bool) -> None:
         """One step of the optimisers; a step that is not finite is left out, several in a row end the run."""
@@ -357,6 +364,8 @@ class Trainer:
         if self.processes.first:
             with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+            if self._scalars is not None:
+                self._scalars.write(record)
 
 
 def make_optimizers(draft: DFlashDraftModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
