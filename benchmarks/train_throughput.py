@@ -1,6 +1,6 @@
 """How fast a draft is trained here, how much of the machine that is, and where the time goes.
 
-    python benchmarks/train_throughput.py --data answers.jsonl --cache features --compile --output docs/train_throughput.json
+    python benchmarks/train_throughput.py --data answers.jsonl --cache features --compile
 
 Times steps of the shipped draft's recipe, then profiles some more. The peak is what this machine's matrix products
 reach at their best here and now; the arithmetic of a step is counted by torch's own counter.

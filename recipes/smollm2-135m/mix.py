@@ -1,6 +1,6 @@
 """The prompts of the shipped draft, mixed: three of mathematics to two of anything else, as long as both last.
 
-    python mix.py train-prompts.jsonl prompts-1.jsonl prompts-2.jsonl     # one output for each process that answers
+python mix.py train-prompts.jsonl prompts-1.jsonl prompts-2.jsonl     # one output for each process that answers
 """
 
 from __future__ import annotations

@@ -80,6 +80,11 @@ def locate_draft(id_or_path: str | Path, revision: str | None = None) -> Path:
     return _fetch(str(id_or_path), revision, ["*.json", "*.safetensors"])
 
 
+def shipped_draft(target: str) -> str | None:
+    """The alias under which a draft for a target comes with this package; None where none does."""
+    return target if target == DEFAULT_MODEL else None
+
+
 def fetch_target(name: str, revision: str | None = None, code: bool = False) -> Path:
     """The folder of a target of the hub. Afterwards nothing is asked of the network any more.
 

@@ -6,6 +6,7 @@ safetensors shards, as long as they fit the limit; sequences beyond it are compu
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -88,10 +89,14 @@ class Features:
 
     def _fingerprint(self, part: SequenceOf[Sequence]) -> str:
         """Of everything the numbers depend on: a cache for other text, taps or another target is not used."""
-        weight = self.target.anatomy.embedding.weight.detach()
-        key = [self.target.name, list(weight.shape), str(weight.dtype), float(weight.float().sum()), list(self.taps)]
-        key += [self.final, [[s.id, s.ids] for s in part]]
+        key = [self.target.name, self._identity, list(self.taps), self.final, [[s.id, s.ids] for s in part]]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+
+    @functools.cached_property
+    def _identity(self) -> str:
+        """Of the target's weights: of the bytes of its embedding, for a sum would depend on the number of threads."""
+        weight = self.target.anatomy.embedding.weight.detach().cpu().contiguous()
+        return hashlib.sha256(str(weight.dtype).encode() + weight.view(torch.uint8).numpy().tobytes()).hexdigest()
 
     def _write(self, file: Path, part: SequenceOf[Sequence]) -> None:
         tensors: dict[str, Tensor] = {}
