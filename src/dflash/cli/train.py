@@ -106,12 +106,10 @@ def train(
     with meter("hidden states") as caching, meter("steps") as show:
 
         def report(progress: Progress) -> None:
-            measured = f", held out {progress.measured.length:.2f}" if progress.measured is not None else ""
-            show(
-                progress.step,
-                progress.steps,
-                f"loss {progress.loss:.3f}, {progress.blocks_per_second:.0f} blocks/s{measured}",
-            )
+            figures = f"loss {progress.loss:.3f}, {progress.blocks_per_second:.0f} blocks/s"
+            if progress.measured is not None:
+                figures += f", held out {progress.measured.length:.2f}"
+            show(progress.step, progress.steps, figures if progress.blocks_per_second else "")
 
         measured = run(target, job, lambda line: console.say("data", line, "bold"), caching, report)
     if measured is not None:

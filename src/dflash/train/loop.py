@@ -245,6 +245,7 @@ class Trainer:
                 checkpoint.save(self.output / "checkpoints", self.step, self.draft, self.optimizers)
             if logs:
                 began = time.perf_counter()
+            progress.step = self.step
             report(progress)
         return progress
 
