@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dflash.checkpoint import DEFAULT_MODEL
 from dflash.cli import console, options, prompts
-from dflash.cli.difference import ULPS, Difference, first_difference
+from dflash.difference import ULPS, Difference, first_difference
 from dflash.cli.pair import Pair, Wanted, load_pair
 from dflash.cli.prompts import BUILT_IN, Question
 from dflash.errors import RequestError
