@@ -120,7 +120,7 @@ class Loop:
 
     def _answer(self, asked: list[Messages], seeds: list[int], asking: Asking) -> list[Answer]:
         """One batch. The clock runs while the loop works: not between its rounds."""
-        watch = Stopwatch(self._clock, self._wait if self._split else (lambda: None))
+        watch = Stopwatch(self._clock, self._wait)
         target: Any = TimedTarget(self._target, watch) if self._split else self._target
         drafter = TimedDrafter(self._drafter, watch) if self._split else self._drafter
         tokenizer = target.tokenizer
