@@ -21,8 +21,8 @@ from dflash.backends.torch.verify import TorchVerifier
 from dflash.cli import figures, prompts
 from dflash.cli import generate as generate_command
 from dflash.cli.accepted import Painter, Piece, Splitter
-from dflash.difference import Difference, rounding_bound
 from dflash.cli.main import app
+from dflash.difference import Difference, rounding_bound
 from dflash.errors import RequestError
 from dflash.limits import Output
 from dflash.protocols import Proposal, Verdict

@@ -139,6 +139,7 @@ def figures(
     counted = [answer.counted for answer in answers if answer.counted is not None]
     passes = sum(one.rounds for one in counted)
     lengths = [one.length for one in counted if one.length is not None]
+    by_server = 1 + sum(one.accepted for one in counted) / passes if passes else None
     waits = [1000 * answer.first for answer in answers]
     peaks = [answer.peak_memory for answer in answers if answer.peak_memory is not None]
     return Figures(
@@ -158,7 +159,7 @@ def figures(
         decode_speedup=ratio(pairs, decoding=True),
         peak_memory=max(peaks, default=None),
         identity=identity(pairs, {(p.system, p.key): p for p in partings}) if comparable and not itself else None,
-        server_length=1 + sum(one.accepted for one in counted) / passes if passes else (lengths or [None])[-1],
+        server_length=lengths[-1] if lengths else by_server,
         server_by_position=_server_positions([one.by_position for one in counted], passes),
     )
 
@@ -299,9 +300,7 @@ def _over(sums: np.ndarray) -> np.ndarray:
     return np.asarray(rates[..., 0] / rates[..., 1])
 
 
-def identity(
-    pairs: Iterable[Pair], partings: dict[tuple[str, tuple[str, int, int, int]], Parting]
-) -> Identity | None:
+def identity(pairs: Iterable[Pair], partings: dict[tuple[str, tuple[str, int, int, int]], Parting]) -> Identity | None:
     """None where tokens are not known."""
     compared = identical = ties = 0
     for record, other in pairs:

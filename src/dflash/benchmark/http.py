@@ -246,6 +246,19 @@ class Server:
             prompt_digest=digest(messages),
         )
 
+    def first_model(self) -> str:
+        """The first model that the server names.
+
+        Raises:
+            RequestError: it names none.
+        """
+        httpx2 = _httpx()
+        try:
+            response = httpx2.get(f"{self._base}/models", headers=self._headers, timeout=COUNTERS_TIMEOUT)
+            return str(response.raise_for_status().json()["data"][0]["id"])
+        except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise RequestError(f"{self._base}/models does not name a model ({error}): give --model") from error
+
     def counters(self) -> Counted | None:
         """What the server publishes of its speculation; None if nothing."""
         root = self._base.removesuffix("/v1")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dflash.benchmark.answers import Answer, Record
+from dflash.benchmark.answers import Record
 from dflash.benchmark.datasets import Dataset
 from dflash.benchmark.parallel import Share
 from dflash.benchmark.systems import System, Talk
@@ -81,9 +81,7 @@ class Journal:
         if own and not text.endswith("\n"):  # stopped in the middle of a line: that conversation is had again
             text = text[: text.rfind("\n") + 1]
             file.write_text(text, encoding="utf-8")
-        for line in text.splitlines(keepends=True):
-            if not line.endswith("\n"):
-                break  # another process is writing it, and it is not for us
+        for line in text.split("\n")[:-1]:  # the last is empty, or being written by another process
             try:
                 value = json.loads(line)
                 if "settings" in value:
@@ -185,9 +183,3 @@ def _rotated(systems: Sequence[System], by: int) -> list[System]:
     """Each prompt begins with another system: none always comes first."""
     by %= len(systems)
     return [*systems[by:], *systems[:by]]
-
-
-def longest_answer(records: Sequence[Record], system: str) -> Answer | None:
-    """Of a system: the one to show as an example, the first among those with the most drafted tokens."""
-    shown = [r.answer for r in records if r.system == system and r.answer.pieces and r.answer.rounds]
-    return max(shown, key=lambda answer: sum(one.accepted for one in answer.rounds or ()), default=None)
