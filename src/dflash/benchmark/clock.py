@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from dflash.protocols import Array, Drafter, Drafting, Features, Proposal, Round, Session, Target, Verdict, Verifier
@@ -124,9 +124,9 @@ class _Session:
     @contextmanager
     def verify(self, pending: list[int], proposal: Proposal) -> Iterator[Round]:
         """The forward on entering, and what is left to do on leaving."""
-        block: AbstractContextManager[Round] = self._session.verify(pending, proposal)
         self._watch.passes += 1
         with self._watch.verifying():
+            block = self._session.verify(pending, proposal)
             ahead = block.__enter__()
         try:
             yield _Round(ahead, self._watch)

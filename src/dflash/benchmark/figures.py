@@ -136,7 +136,7 @@ def figures(
     rounds = [one for answer in known for one in answer]
     itself = bool(records) and bool(baseline) and records[0].system == baseline[0].system
     pairs = [] if itself else _pairs(good, baseline)
-    counted = [answer.counted for answer in answers if answer.counted is not None]
+    counted = [record.answer.counted for record in records if record.answer.counted is not None]
     passes = sum(one.rounds for one in counted)
     lengths = [one.length for one in counted if one.length is not None]
     by_server = 1 + sum(one.accepted for one in counted) / passes if passes else None

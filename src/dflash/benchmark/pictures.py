@@ -44,6 +44,7 @@ def draw(results: Results, folder: Path) -> dict[str, str]:
     for name, title, plot in plots:
         figure = plot(results, rows)
         if figure is not None:
+            figure.suptitle(title, fontsize=11)
             figure.savefig(folder / name, dpi=130)
             drawn[name] = title
     return drawn
@@ -75,7 +76,7 @@ def _label(dataset: str) -> str:
 
 def _by_dataset(results: Results, rows: Rows, systems: Sequence[str], value: Callable[[Figures], Any]) -> Any:
     """Horizontal lines of dots, a group for each data set; ``value`` gives (number, low, high) or None."""
-    figure, (axes,) = _new(8, 1.1 + 0.32 * len(rows) * (len(systems) + 0.8))
+    figure, (axes,) = _new(8, 1.2 + 0.26 * len(rows) * (len(systems) + 0.8))
     ticks = []
     for group, found in enumerate(rows.values()):
         base = group * (len(systems) + 0.8)
@@ -94,10 +95,11 @@ def _by_dataset(results: Results, rows: Rows, systems: Sequence[str], value: Cal
             axes.annotate(
                 f"{number:.2f}" if number < 10 else f"{number:.1f}",
                 (high or number, base + at), (8, 0), textcoords="offset points", va="center", fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
             )  # fmt: skip
     axes.set_yticks(ticks, [_label(name) for name in rows])
     axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) * (len(systems) + 0.8) - 0.8 + 0.1, -0.9)
     axes.margins(x=0.12)
     axes.grid(axis="y", visible=False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)

@@ -216,8 +216,9 @@ def headline(results: Results) -> Sequence[str]:
     asked += [f"block {settings['block_size']}"] * (settings["block_size"] is not None)
     asked += [f"{settings['at_once']} at once"] * (settings["at_once"] > 1)
     asked += [f"{settings['repeats']} repeats"] * (settings["repeats"] > 1)
-    device = [where.get("gpu") or where["cpu"], str(where["device"] or "server"), str(where["dtype"] or "")]
-    device += [f"{where['threads']} threads of {where['cores']} cores"] * ("threads" in where)
+    device = [where.get("gpu") or where["cpu"], str(where["device"] or "asking a server"), str(where["dtype"] or "")]
+    if "threads" in where:
+        device.append(f"{where['threads']} threads of {where['cores']} cores")
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     return (
         models,

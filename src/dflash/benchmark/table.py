@@ -22,7 +22,7 @@ COLUMNS = (
     "decode\ntok/s",
     "end to end\ntok/s",
     "speed-up\n(95% interval)",
-    "ms a round: draft\n+ verify + host",
+    "ms a round: draft\n+verify+host",
     "peak\nGB",
     "identical",
 )
@@ -64,8 +64,10 @@ def speedup(ratio: Ratio | None) -> str:
 
 
 def round_time(time: RoundTime | None) -> str:
-    """``8.1 + 31.0 + 0.4``."""
-    return NOTHING if time is None else f"{time.draft:.1f} + {time.verify:.1f} + {time.host:.1f}"
+    """``8.1+31.0+0.4``."""
+    if time is None:
+        return NOTHING
+    return "+".join(f"{part:.0f}" if part >= 100 else f"{part:.1f}" for part in (time.draft, time.verify, time.host))
 
 
 def identical(found: Identity | None) -> str:
@@ -80,7 +82,7 @@ def identical(found: Identity | None) -> str:
 
 _SPEED = (0, 3, 4, 5, 6)
 _ROUNDS = (0, 1, 2, 7, 8, 9)
-_WIDE = 132
+_WIDE = 146
 """Columns of text that one table of everything takes. In less, it is two tables."""
 
 
@@ -141,7 +143,8 @@ def remarks(results: Results) -> list[str]:
         where += f", turn {turn + 1}" if turn else ""
         if (d := parting.difference) is not None:
             where += f": margin of the target's best two there {d.margin:.4g}"
-            where += f", a tie within rounding (up to {d.bound:.4g})" if d.tie else ", more than rounding explains"
+            where += f", its best {d.gap:.4g} above the worse answer" if d.gap not in (None, d.margin) else ""
+            where += f": {'a tie, ' if d.tie else 'NOT '}within rounding (up to {d.bound:.4g})"
         lines.append(where)
     if len(results.partings) > 10:
         lines.append(f"... and {len(results.partings) - 10} more (results.json has all)")
