@@ -78,7 +78,7 @@ def test_a_server_benchmarked_from_the_command_line(
     assert figures.server_length is not None and figures.server_length > 1
     assert len(figures.server_by_position) == 8
     html = (tmp_path / "out" / "report.html").read_text()
-    assert "failed 1 time" in htmland "data:image/png;base64," in html
+    assert "failed 1 time" in html and "data:image/png;base64," in html
 
 
 def test_nothing_but_failures_is_exit_status_1(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def _fetched(name: str, hub: Hub, max_samples: int | None) -> Dataset:
         RequestError: ``datasets`` is not installed, or it does not get it.
     """
     if importlib.util.find_spec("datasets") is None:
-        raise RequestError("the package datasets is not installed: pip install 'dflash[bench]'")
+        raise RequestError("the package datasets is not installed: pip install datasets")
     import datasets
 
     try:
