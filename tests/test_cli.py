@@ -83,7 +83,7 @@ def expected(folder: Path, drafter: str | None = None, **options: Any) -> dflash
 def test_help_imports_no_framework() -> None:
     code = (
         "import sys\nfrom dflash.cli.main import app\n"
-        "for line in ([], ['generate'], ['verify'], ['demo']):\n"
+        "for line in ([], ['generate'], ['verify'], ['demo'], ['benchmark']):\n"
         "    app([*line, '--help'], standalone_mode=False)\n"
         "print('heavy:', sorted({'torch', 'transformers', 'mlx'} & sys.modules.keys()))"
     )

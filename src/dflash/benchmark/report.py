@@ -19,13 +19,13 @@ body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; m
 h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; width: 100%; font-size: 0.85rem; }
 th, td { text-align: right; padding: 0.35rem 0.5rem; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th { vertical-align: bottom; font-weight: 600; white-space: pre-line; }
+th { vertical-align: bottom; font-weight: 600; white-space: pre; }
 th:first-child, td:first-child { text-align: left; }
 tr.baseline td { color: #555; }
 .bad { color: #b00020; font-weight: 600; }
 .scroll { overflow-x: auto; }
 img { max-width: 100%; height: auto; }
-figure { margin: 1.2rem 0; } figcaption { font-weight: 600; margin-bottom: 0.3rem; }
+figure { margin: 1.2rem 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.25rem 1rem; font-size: 0.9rem; }
 dt { font-weight: 600; } dd { margin: 0; }
 code, .answer { font-family: ui-monospace, monospace; font-size: 0.85rem; }
@@ -87,7 +87,9 @@ def _notes(lines: Sequence[str]) -> Iterable[str]:
 
 
 def _tables(results: Results) -> Iterable[str]:
-    for dataset, rows in results.figures().items():
+    found = results.figures()
+    for dataset in sorted(found, key=lambda name: name != ALL):  # the line over all comes first
+        rows = found[dataset]
         if dataset == ALL:
             yield "<h2>All data sets</h2>"
         else:
@@ -107,10 +109,7 @@ def _tables(results: Results) -> Iterable[str]:
 
 def _picture(file: Path, title: str) -> str:
     data = base64.b64encode(file.read_bytes()).decode()
-    return (
-        f"<figure><figcaption>{_e(title)}</figcaption>"
-        f'<img alt="{_e(title)}" src="data:image/png;base64,{data}"></figure>'
-    )
+    return f'<figure><img alt="{_e(title)}" src="data:image/png;base64,{data}"></figure>'
 
 
 def example(results: Results) -> Record | None:
@@ -131,7 +130,8 @@ def _example(results: Results) -> Iterable[str]:
     yield f"<h2>One answer, round by round: {_e(shown.system)}, {_e(shown.dataset)} {shown.prompt}</h2>"
     yield (
         f'<p><span class="d">drafted and accepted</span>: {accepted} of {answer.count} tokens. '
-        f'<span class="t">The others</span> are the target\'s own, one a round: {len(answer.rounds or ())} rounds.</p>'
+        f'<span class="t">The others</span> are the target\'s own: the first, and one in each of '
+        f"{len(answer.rounds or ())} rounds.</p>"
     )
     yield f'<div class="answer">{coloured(answer)}</div>'
 
