@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,15 @@ from fakesystem import FakeClock, TickingDrafter, TickingTarget
 import tiny
 from dflash.backends.torch.target import TorchTarget
 from dflash.benchmark.answers import Record, Round, Split
+from dflash.benchmark.datasets import Dataset
 from dflash.benchmark.figures import figures
+from dflash.benchmark.identity import partings
 from dflash.benchmark.memory import PeakMemory
+from dflash.benchmark.parallel import Share
 from dflash.benchmark.peers import TransformersGenerate
+from dflash.benchmark.run import Journal, Run
 from dflash.benchmark.systems import Asking, Loop, Talk, encode, final_text
+from dflash.difference import next_scores
 from dflash.drafters import NGramDrafter, NoDrafter
 from dflash.generate import generate
 from dflash.limits import Output
@@ -221,3 +227,33 @@ def test_mlx_lm_is_one_more_small_class(target: TorchTarget, monkeypatch: pytest
     told = records(MlxGenerate("mlx-lm", target, Asking(max_new_tokens=3), clock), "hello")[0].answer
     assert (told.tokens, told.first, told.seconds, told.finish) == ((5, 6, 7), 2.0, 6.0, "length")
     assert told.rounds == (Round(1, 0, 0),) * 2 and asked["sampler"] == (0.0, 1.0, 0)
+
+
+# --- where answers part -----------------------------------------------------------------------------
+
+
+def test_the_margin_is_read_where_answers_part_in_the_turn_where_they_do(target: TorchTarget) -> None:
+    asking = Asking(max_new_tokens=6)
+    data = Dataset("set", "here", {4: ("one", "two")})
+    journal = Journal(None, {}, Share())
+    loops = [Loop("ngram", target, NGramDrafter(), asking), Loop("plain", target, NoDrafter(), asking)]
+    Run([data], loops)(journal, lambda done, total, figures: None)
+    wrong = next(r for r in journal.records if r.system == "ngram" and r.turn == 1)
+    tokens = wrong.answer.tokens
+    assert tokens is not None
+    other = replace(wrong, answer=replace(wrong.answer, tokens=(*tokens[:3], (tokens[3] + 1) % 200, *tokens[4:])))
+    records = [other if r is wrong else r for r in journal.records]
+    [found] = partings(records, "plain", ["ngram"], [data], target, "float32", asking)
+    assert (found.system, found.key, found.position) == ("ngram", ("set", 4, 1, 0), 3)
+
+    first = next(r for r in journal.records if r.system == "plain" and r.turn == 0)
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": final_text(first.answer.text)},
+        {"role": "user", "content": "two"},
+    ]
+    scores = next_scores(target, [*encode(target.tokenizer, messages, asking), *tokens[:3]])
+    best, second = sorted(scores)[:-3:-1]
+    assert found.difference is not None and not found.difference.tie
+    assert found.difference.margin == pytest.approx(best - second)
+    assert partings(journal.records, "plain", ["ngram"], [data], target, "float32", asking) == []

@@ -87,9 +87,9 @@ def _notes(lines: Sequence[str]) -> Iterable[str]:
 
 
 def _tables(results: Results) -> Iterable[str]:
-    found = results.figures()
-    for dataset in sorted(found, key=lambda name: name != ALL):  # the line over all comes first
-        rows = found[dataset]
+    sets = results.figures()
+    for dataset in sorted(sets, key=lambda name: name != ALL):  # the line over all comes first
+        rows = sets[dataset]
         if dataset == ALL:
             yield "<h2>All data sets</h2>"
         else:

@@ -288,8 +288,9 @@ def _of_pair(
         splits,
     )
     line = assemble.local(loaded, systems)
+    kind = str(pair.target.device).partition(":")[0]  # processes with a GPU each do the same work
     settings: dict[str, Any] = {
-        "model": pair.target.name, "device": str(pair.target.device), "dtype": pair.dtype, "split": splits,
+        "model": pair.target.name, "device": kind, "dtype": pair.dtype, "split": splits,
         "revision": wanted.revision, "draft_revision": wanted.draft_revision, "systems": line.descriptions,
     }  # fmt: skip
     return _Bench(line, settings, pair.target, pair.dtype)
@@ -308,7 +309,8 @@ def _measure(
     from dflash.benchmark.results import environment
     from dflash.benchmark.run import Journal, Run
 
-    where = environment(settings.get("device") or bench.settings.get("device"), bench.dtype, settings["backend"])
+    device = None if bench.target is None else str(bench.target.device)
+    where = environment(device, bench.dtype, settings["backend"])
     settings = {**settings, **bench.settings, "threads": where.get("threads")}
     journal = Journal.open(output, settings, share)
     run = Run(asked, bench.line.systems, repeats, seed)
@@ -321,7 +323,7 @@ def _measure(
         _finish(_results(bench, settings, where, records, complete, asked, asking), output)
     if not complete:
         raise typer.Exit(INTERRUPTED)
-    if any(all(r.answer.error for r in records if r.system == system.name) for system in bench.line.systems):
+    if share.rank == 0 and not set(bench.line.descriptions) <= {r.system for r in records if not r.answer.error}:
         raise typer.Exit(FAILED)
 
 
