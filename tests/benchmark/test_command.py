@@ -206,6 +206,13 @@ def test_chosen_systems_in_batches_sampled_with_repeats(run: Callable[..., Any],
     assert first != second, "each repeat has a seed of its own"
 
 
+def test_said_nothing_it_takes_a_few_of_each_sample(run: Callable[..., Any], tmp_path: Path) -> None:
+    result = run("--systems", "plain", "--max-new-tokens", "2", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    found = load(tmp_path / "results.json")
+    assert found.datasets == ["gsm8k", "humaneval", "mt-bench"] and len(found.records) == 5 + 5 + 2 * 5
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

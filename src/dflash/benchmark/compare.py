@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -19,10 +20,10 @@ from dflash.errors import RequestError
 _COLUMNS = (
     "system",
     "pairs",
-    "tokens a round\nA -> B",
-    "end to end tok/s\nA -> B",
+    "tokens\na round\nA -> B",
+    "end to end\ntok/s\nA -> B",
     "B over A\n(95% interval)",
-    "speed-up over baseline\nA -> B",
+    "speed-up\nover baseline\nA -> B",
     "same\nanswers",
 )
 
@@ -42,7 +43,9 @@ def comparison(one: Results, other: Results, a: str, b: str) -> RenderableType:
     parts: list[RenderableType] = [Text(f"A  {a}"), Text(f"B  {b}"), *_differences(one, other), Text("")]
     rows = 0
     for dataset in [*datasets, *([ALL] if len(datasets) > 1 else [])]:
-        table = Table(*_COLUMNS, box=box.SIMPLE_HEAD, title=Text(dataset, "bold"), title_justify="left")
+        title = "all data sets" if dataset == ALL else dataset
+        table = Table(*_COLUMNS, box=box.SIMPLE_HEAD, pad_edge=False, title=Text(title, "bold"), title_justify="left")
+        table.columns[0].no_wrap = True
         for column in table.columns[1:]:
             column.justify = "right"
         for system in shared:
@@ -62,9 +65,18 @@ def _differences(one: Results, other: Results) -> Iterable[Text]:
         ("setting", one.settings, other.settings),
         ("where it ran", one.environment, other.environment),
     ):
-        for name in {**mine, **yours}:
-            if mine.get(name) != yours.get(name):
-                yield Text(f"{what} differs: {name}: {mine.get(name)} -> {yours.get(name)}", "yellow")
+        then, now = _flat(mine), _flat(yours)
+        for name in {**then, **now}:
+            if then.get(name) != now.get(name):
+                yield Text(f"{what} differs: {name}: {then.get(name)} -> {now.get(name)}", "yellow")
+
+
+def _flat(value: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Nested objects as one, with dotted names."""
+    found: dict[str, Any] = {}
+    for name, one in value.items():
+        found.update(_flat(one, f"{before}{name}.") if isinstance(one, dict) else {before + name: one})
+    return found
 
 
 def _row(one: Results, other: Results, system: str, dataset: str, datasets: list[str]) -> list[str] | None:
@@ -111,4 +123,6 @@ def _value(ratio: Ratio | None) -> float | None:
 def _arrow(then: float | None, now: float | None, digits: int) -> str:
     if then is None or now is None:
         return NOTHING
+    if then == now:
+        return f"{then:.{digits}f} ="
     return f"{then:.{digits}f} -> {now:.{digits}f}"

@@ -37,6 +37,9 @@ FAILED = 1
 
 INTERRUPTED = 130
 
+A_FEW = 5
+"""Prompts of each shipped sample where nothing is said: minutes on a CPU, not hours."""
+
 EPILOG = (
     "Every figure is defined in docs/benchmark.md. With --output the run can be stopped and gone on with by the same "
     "command. Several processes share the prompts: torchrun --nproc-per-node 2 -m dflash.benchmark ..."
@@ -82,7 +85,7 @@ def benchmark(
             metavar="NAME",
             help="gsm8k, math500, humaneval, mbpp, mt-bench or alpaca (from the hub, else the sample that ships; "
             "gsm8k-sample, humaneval-sample, mt-bench-sample: always the sample), or a JSONL file with 'turns', "
-            "'messages' or 'prompt'. May be repeated. By default the three samples.",
+            "'messages' or 'prompt'. May be repeated. By default five prompts of each sample.",
             rich_help_panel=_WHAT,
             show_default=False,
         ),
@@ -185,6 +188,8 @@ def benchmark(
     if prompt is not None and dataset:
         raise RequestError("--prompt and --dataset both say what to ask: leave one of them out")
     names = dataset or [name + datasets.SAMPLE for name in ("gsm8k", "humaneval", "mt-bench")]
+    if not dataset and max_samples is None:
+        max_samples = A_FEW
     asked = [datasets.one_prompt(prompt)] if prompt is not None else [datasets.read(n, max_samples) for n in names]
     for one in asked:
         if one.note is not None:
