@@ -238,7 +238,7 @@ def test_the_documented_line_works_as_a_process(folder: Path, draft: Path, tmp_p
     command = [sys.executable, "-m", "dflash.benchmark", "--model", str(folder), "--draft-model", str(draft)]
     command += ["--prompt", "How many?", "--max-new-tokens", "150", "--block-size", "32"]
     done = subprocess.run(
-        [*command, "--systems", "draft,plain"], capture_output=True, text=True, timeout=120, cwd=tmp_path
+        [*command, "--systems", "draft,plain"], capture_output=True, text=True, timeout=300, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert "prompt, 1 prompt" in done.stdout and "1 of 1" in done.stdout
@@ -261,7 +261,7 @@ def test_two_processes_share_the_prompts(folder: Path, tmp_path: Path) -> None:
         )
         for rank in ("0", "1")
     ]  # fmt: skip
-    said = [process.communicate(timeout=120) for process in both]
+    said = [process.communicate(timeout=300) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert "all data sets, 4 prompts" in said[0][0] and said[1][0] == ""
     found = load(tmp_path / "out" / "results.json")

@@ -193,6 +193,31 @@ def test_transformers_stops_where_we_stop() -> None:
         assert (ours.tokens, ours.finish, ours.text) == (theirs.tokens, theirs.finish, theirs.text)
 
 
+def test_what_transformers_cannot_do_is_a_counted_failure(target: TorchTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example its assisted generation, of a model whose cache it cannot crop."""
+
+    def refuse(*args: Any, **options: Any) -> None:
+        raise ValueError("Assisted decoding requires a cache that can be cropped")
+
+    monkeypatch.setattr(target.model, "generate", refuse, raising=False)
+    peer = TransformersGenerate("lookup", target, Asking(max_new_tokens=6), lookup=3)
+    journal = Journal(None, {}, Share())
+    Run([Dataset("set", "here", {0: ("hello",)})], [peer])(journal, lambda done, total, figures: None)
+    [found] = journal.records
+    assert "transformers refuses: Assisted decoding requires" in str(found.answer.error)
+
+
+@pytest.mark.parametrize("system", ["loop", "transformers"])
+def test_a_prompt_without_room_is_a_counted_failure(system: str) -> None:
+    small = TorchTarget(tiny.model("llama", vocab_size=272, max_position_embeddings=32), tiny.tokenizer(), "small")
+    asking = Asking(max_new_tokens=6)
+    tried: Any = TransformersGenerate("t", small, asking)
+    if system == "loop":
+        tried = Loop("plain", small, NoDrafter(), asking)
+    [(_, [answer])] = tried.converse([Talk(("far too long " * 4,))])
+    assert "PromptTooLong" in str(answer.error)
+
+
 def test_transformers_samples_when_asked(target: TorchTarget) -> None:
     peer = TransformersGenerate("t", target, Asking(max_new_tokens=12, temperature=1.0, top_p=0.9))
     one, same, other = (next(peer.converse([Talk(("hello",), seed=s)]))[1][0].tokens for s in (1, 1, 2))

@@ -10,6 +10,7 @@ from dflash.benchmark.answers import Answer, Round, cut, digest
 from dflash.benchmark.clock import Clock, device_wait, wall
 from dflash.benchmark.memory import PeakMemory
 from dflash.benchmark.systems import WARM_UP_TOKENS, Asking, Messages, Talk, encode, turn_by_turn
+from dflash.errors import PromptTooLong, RequestError
 from dflash.protocols import Target
 from dflash.text import text_of
 
@@ -78,6 +79,7 @@ class TransformersGenerate:
 
         target = self._target
         width = max(map(len, ids))
+        room = _room(target, asking, width)
         pad = min(target.eos_ids, default=0)
         tokens = torch.tensor([[pad] * (width - len(row)) + row for row in ids], device=target.device)
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], device=target.device)
@@ -92,16 +94,19 @@ class TransformersGenerate:
             options["prompt_lookup_num_tokens"] = self._lookup
         if self._assistant is not None:
             options["assistant_model"] = self._assistant
-        target.model.generate(
-            tokens,
-            attention_mask=mask,
-            max_new_tokens=_room(target, asking, width),
-            eos_token_id=sorted(target.eos_ids) or None,
-            pad_token_id=pad,
-            repetition_penalty=1.0,  # what a model's own generation config says is not what the others are asked
-            streamer=arrivals,
-            **options,
-        )
+        try:
+            target.model.generate(
+                tokens,
+                attention_mask=mask,
+                max_new_tokens=room,
+                eos_token_id=sorted(target.eos_ids) or None,
+                pad_token_id=pad,
+                repetition_penalty=1.0,  # what a model's own generation config says is not what the others are asked
+                streamer=arrivals,
+                **options,
+            )
+        except (ValueError, NotImplementedError) as error:  # a model it cannot assist, a vocabulary that differs ...
+            raise RequestError(f"transformers refuses: {' '.join(str(error).split())}") from error
         return arrivals
 
     def _measured(
@@ -135,10 +140,16 @@ class TransformersGenerate:
 
 
 def _room(target: Target, asking: Asking, prompt: int) -> int:
-    """The cap, within the target's context: as our loop has it."""
+    """The cap, within the target's context: as our loop has it.
+
+    Raises:
+        PromptTooLong: there is no room at all.
+    """
     if target.context_length is None:
         return asking.max_new_tokens
-    return max(min(asking.max_new_tokens, target.context_length - prompt + 1), 1)
+    if prompt > target.context_length:
+        raise PromptTooLong(f"the prompt has {prompt} tokens, the context of {target.name} {target.context_length}")
+    return min(asking.max_new_tokens, target.context_length - prompt + 1)
 
 
 def _arrivals(clock: Clock, began: float) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -164,6 +165,16 @@ def environment(device: str | None, dtype: str | None, backend: str) -> dict[str
             found["gpu"] = torch.cuda.get_device_name(device)
             found["cuda"] = torch.version.cuda
     return found
+
+
+def fingerprint(files: Sequence[Path]) -> str:
+    """SHA-256 over the contents of files, in this order."""
+    hashed = hashlib.sha256()
+    for name in files:
+        with name.open("rb") as file:
+            while part := file.read(1 << 24):
+                hashed.update(part)
+    return hashed.hexdigest()
 
 
 def _cpu() -> str:

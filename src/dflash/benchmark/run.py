@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from dflash.benchmark.answers import Record
 from dflash.benchmark.datasets import Dataset
 from dflash.benchmark.parallel import Share
 from dflash.benchmark.systems import System, Talk
-from dflash.errors import RequestError
+from dflash.errors import DFlashError, RequestError
 
 TalkKey: TypeAlias = tuple[str, str, int, int]
 """System, data set, prompt, repeat."""
@@ -149,7 +150,8 @@ class Run:
                     if system.name not in warm:
                         warm.add(system.name)
                         show(len(wanted) - len(missing), len(wanted), f"warming up {system.name}")
-                        system.warm_up(dataset.talks[some[0]][0])
+                        with suppress(DFlashError):  # what cannot be asked is told by the records
+                            system.warm_up(dataset.talks[some[0]][0])
                     show(len(wanted) - len(missing), len(wanted), f"{dataset.name}, {system.name}")
                     for records in self._records(journal.lane, system, dataset, repeat, some):
                         journal.add(records)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dflash.checkpoint import DEFAULT_MODEL
+from dflash.checkpoint import DEFAULT_MODEL, find_weights, locate_draft
 from dflash.cli import console, options
 from dflash.cli.pair import Wanted, load_pair
 from dflash.cli.progress import meter
@@ -271,6 +271,7 @@ def _of_pair(
         DFlashError: as ``load_pair``.
     """
     from dflash.benchmark import assemble
+    from dflash.benchmark.results import fingerprint
 
     pair = load_pair(wanted)
     helper = None
@@ -293,10 +294,14 @@ def _of_pair(
         splits,
     )
     line = assemble.local(loaded, systems)
+    weights = None
+    if wanted.draft is not None:
+        weights = fingerprint(find_weights(locate_draft(wanted.draft, wanted.draft_revision)).files)
     kind = str(pair.target.device).partition(":")[0]  # processes with a GPU each do the same work
     settings: dict[str, Any] = {
         "model": pair.target.name, "device": kind, "dtype": pair.dtype, "split": splits,
-        "revision": wanted.revision, "draft_revision": wanted.draft_revision, "systems": line.descriptions,
+        "revision": wanted.revision, "draft_revision": wanted.draft_revision, "draft_sha256": weights,
+        "systems": line.descriptions,
     }  # fmt: skip
     return _Bench(line, settings, pair.target, pair.dtype)
 
