@@ -23,7 +23,7 @@ from dflash.benchmark.pictures import draw
 from dflash.benchmark.report import coloured, page
 from dflash.benchmark.results import ALL, Results, load, save
 from dflash.benchmark.systems import Loop
-from dflash.benchmark.table import tables
+from dflash.benchmark.table import remarks, tables
 from dflash.cli.main import app
 from dflash.difference import Difference
 from dflash.errors import RequestError
@@ -321,6 +321,18 @@ def test_a_difference_and_a_slow_draft_are_told_plainly(results: Results) -> Non
     assert "draft parts from plain at token 3 of gsm8k 0" in text
     assert "margin of the target's best two there 0.01, its best 0.02 above the worse answer: a tie, within" in text
     assert "NOT within rounding" in text
+
+
+def test_a_busy_machine_is_told(results: Results) -> None:
+    def shared(part: float) -> Results:
+        records = [replace(r, answer=replace(r.answer, cpu_seconds=part * r.answer.seconds)) for r in results.records]
+        return replace(results, records=records)
+
+    assert all(r.answer.cpu_seconds for r in results.records)
+    assert "30 of 30 answers had less than 80% of a processor" in " ".join(remarks(shared(0.5)))
+    assert "processor" not in " ".join(remarks(shared(1.0)))
+    on_gpu = replace(shared(0.5), environment={**results.environment, "device": "cuda:0"})
+    assert "processor" not in " ".join(remarks(on_gpu))
 
 
 @pytest.mark.parametrize("width", [80, 160])

@@ -72,6 +72,7 @@ class Answer:
         rounds: None where the system does not say.
         split: None where it was not measured.
         peak_memory: GB (1e9 bytes) while it was answered.
+        cpu_seconds: of this process meanwhile, all threads; far below ``seconds``, others had the processor.
         error: why there is no answer.
     """
 
@@ -88,6 +89,7 @@ class Answer:
     rounds: tuple[Round, ...] | None = None
     split: Split | None = None
     peak_memory: float | None = None
+    cpu_seconds: float | None = None
     counted: Counted | None = None
     error: str | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -61,15 +62,17 @@ class TransformersGenerate:
         read = text_of(target.tokenizer)
         self._wait()
         self._memory.reset()
+        processor = time.process_time()
         began = self._clock()
         ids = [encode(target.tokenizer, messages, asking) for messages in asked]
         arrivals = self._generate(ids, seeds[0], asking, began)
         rows = [cut(arrivals.of_row(row), target.eos_ids, asking.max_new_tokens) for row in range(len(ids))]
         texts = [read([token for step in steps for token in step]) for steps, _ in rows]
         after = self._clock() - began - (arrivals.at[-1] if arrivals.at else 0.0)
+        processor = time.process_time() - processor
         peak = self._memory.peak()
         return [
-            self._measured(began, arrivals.at, after, prompt, steps, finish, text, peak)
+            replace(self._measured(began, arrivals.at, after, prompt, steps, finish, text, peak), cpu_seconds=processor)
             for prompt, (steps, finish), text in zip(ids, rows, texts, strict=True)
         ]
 

@@ -5,6 +5,7 @@ A system is handed conversations and gives back what it measured. Further ones: 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
@@ -127,6 +128,7 @@ class Loop:
         self._wait()
         self._memory.reset()
 
+        processor = time.process_time()
         began = self._clock()
         ids = [encode(tokenizer, messages, asking) for messages in asked]
         sampling = [asking.sampling(seed) for seed in seeds]
@@ -149,11 +151,15 @@ class Loop:
                 watch.reset()  # a split is of the decode rounds
             for emission in emitted:
                 rows[emission.row].take(emission, seconds)
+        processor = time.process_time() - processor
         first = rows[0].first
         split = self._share(watch, seconds - (first or 0.0), len(rows)) if self._split else None
         peak = self._memory.peak()
         return [
-            row.answer(began, prompt, tuple(output.tokens), output.finish_reason, split, peak, tokenizer)
+            replace(
+                row.answer(began, prompt, tuple(output.tokens), output.finish_reason, split, peak, tokenizer),
+                cpu_seconds=processor,
+            )
             for row, prompt, output in zip(rows, ids, batch.outputs, strict=True)
         ]
 

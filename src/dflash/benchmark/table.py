@@ -120,9 +120,26 @@ def _styled(cell: str) -> Text:
     return Text(cell, "bold red" if "FAILED" in cell or "DIFFER" in cell else "")
 
 
+BUSY = 0.8
+"""Of a processor; an answer on a CPU that got less of one was not alone on the machine."""
+
+
+def disturbed(results: Results) -> int:
+    """Answers made on a CPU that others kept busy: their times say little."""
+    if results.environment["device"] != "cpu":
+        return 0
+    answers = [record.answer for record in results.records if record.answer.cpu_seconds is not None]
+    return sum((answer.cpu_seconds or 0.0) < BUSY * answer.seconds for answer in answers)
+
+
 def remarks(results: Results) -> list[str]:
     """What the numbers alone do not say."""
     lines = [] if results.complete else ["NOT COMPLETE: stopped early; the same command with --output goes on."]
+    if (count := disturbed(results)) > 0:
+        lines.append(
+            f"{count} of {len(results.records)} answers had less than {BUSY:.0%} of a processor: the machine was busy "
+            "with something else, and their times say little. Acceptance and identity are not touched."
+        )
     overall = list(results.figures().values())[-1]
     for name, found in overall.items():
         if found.speedup is not None and found.speedup.value < 1 and name in ("draft", "ngram"):
