@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dflash.checkpoint import DEFAULT_MODEL, find_weights, locate_draft
+from dflash.checkpoint import DEFAULT_MODEL, find_weights, locate_draft, shipped_draft
 from dflash.cli import console, options
 from dflash.cli.pair import Wanted, load_pair
 from dflash.cli.progress import meter
@@ -63,7 +63,8 @@ def benchmark(
             "--draft-model",
             "--draft",
             metavar="D",
-            help="A DFlash draft made for the target: a hub id or a folder.",
+            help="A DFlash draft made for the target: a hub id, a folder, or smollm2-135m, which is shipped and the "
+            "default for that target.",
             rich_help_panel=_MODELS,
         ),
     ] = None,
@@ -194,6 +195,9 @@ def benchmark(
     for one in asked:
         if one.note is not None:
             console.say("note", one.note, "bold yellow")
+    wanted = None if systems is None else [name.strip() for name in systems.split(",")]
+    if draft is None and backend != "openai" and (wanted is None or "draft" in wanted):
+        draft = shipped_draft(model or DEFAULT_MODEL)
     share = Share.of_environment()
     settings: dict[str, Any] = {
         "backend": backend or "torch", "model": model, "draft_model": draft, "assistant_model": assistant,
@@ -204,7 +208,6 @@ def benchmark(
     }  # fmt: skip
     if len({one.name for one in asked}) < len(asked):
         raise RequestError("two data sets have the same name: give one of the files another")
-    wanted = None if systems is None else [name.strip() for name in systems.split(",")]
     if output is not None:
         _check_drawing()
     if backend == "openai":
