@@ -2,9 +2,13 @@
 PYTHON ?= python3
 VENV ?= .venv
 DTYPE ?= float32
+DRAFT ?= smollm2-135m
+SAMPLES ?= 8
+TOKENS ?= 96
+REPORT ?= docs/benchmark
 BIN = $(VENV)/bin
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench report clean
 
 demo: $(VENV)/ready
 	$(BIN)/dflash demo
@@ -17,6 +21,12 @@ test: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/plain_loop.py --dtype $(DTYPE)
+
+# About a quarter of an hour on two cores. Stopped, it goes on where it was; done, the next one begins anew.
+report: $(VENV)/ready
+	$(BIN)/dflash benchmark --draft-model $(DRAFT) --dataset gsm8k-sample --dataset mt-bench-sample \
+		--dataset humaneval-sample --max-samples $(SAMPLES) --max-new-tokens $(TOKENS) --dtype $(DTYPE) --output $(REPORT)
+	rm $(REPORT)/records-*.jsonl
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -777,7 +777,6 @@ def test_weights_name_their_files_and_shapes(folder: Path) -> None:
 @pytest.mark.parametrize(("load", "what", "message"), [
     (dflash.load, 5, "not by a int"),
     (dflash.load_draft, None, "not by a NoneType"),
-    (dflash.load_draft, "smollm2-135m", "is a target; no draft"),
 ])  # fmt: skip
 def test_what_is_no_name_is_told_apart(load: Any, what: Any, message: str) -> None:
     with pytest.raises(ModelNotFound, match=message):

@@ -21,8 +21,8 @@ from dflash.backends.torch.verify import TorchVerifier
 from dflash.cli import figures, prompts
 from dflash.cli import generate as generate_command
 from dflash.cli.accepted import Painter, Piece, Splitter
-from dflash.cli.difference import Difference, rounding_bound
 from dflash.cli.main import app
+from dflash.difference import Difference, rounding_bound
 from dflash.errors import RequestError
 from dflash.limits import Output
 from dflash.protocols import Proposal, Verdict
@@ -83,7 +83,7 @@ def expected(folder: Path, drafter: str | None = None, **options: Any) -> dflash
 def test_help_imports_no_framework() -> None:
     code = (
         "import sys\nfrom dflash.cli.main import app\n"
-        "for line in ([], ['generate'], ['verify'], ['demo']):\n"
+        "for line in ([], ['generate'], ['verify'], ['demo'], ['benchmark']):\n"
         "    app([*line, '--help'], standalone_mode=False)\n"
         "print('heavy:', sorted({'torch', 'transformers', 'mlx'} & sys.modules.keys()))"
     )

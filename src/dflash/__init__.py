@@ -3,7 +3,9 @@
     from dflash import load, load_draft, stream_generate
 
     model, tokenizer = load("smollm2-135m")
-    for response in stream_generate(model, "ngram", tokenizer, "Why is the sky blue?"):
+    draft = load_draft("smollm2-135m")
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    for response in stream_generate(model, draft, tokenizer, messages):
         print(response.text, end="")
 
 Importing this package imports neither torch nor mlx: a backend is imported by ``load``.
@@ -85,7 +87,7 @@ def load_draft(
     """Load a DFlash draft in the published format. Its code is never needed: only json and safetensors are read.
 
     Args:
-        id_or_path: a hub id or a local folder.
+        id_or_path: a hub id, a local folder, or the alias ``smollm2-135m``, whose draft comes with this package.
         sliding_window_size: how many committed positions the draft may look back on; None for all.
         backend, dtype, device, revision: as for ``load``.
         bits: quantize the weights to 4 or 8 bits (mlx only); None leaves them as they are.

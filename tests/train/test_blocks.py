@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import corpora
@@ -94,6 +96,26 @@ def test_features_are_the_targets_hidden_states() -> None:
     torch.testing.assert_close(final, out.last_hidden_state[0])
     hidden = target.model(torch.tensor([ids]), output_hidden_states=True).hidden_states
     torch.testing.assert_close(taps[:, :32], hidden[1][0])
+
+
+def test_the_cache_keeps_to_its_limit_and_is_only_taken_for_what_it_holds(tmp_path: Path) -> None:
+    target = tiny.target("qwen3")
+    made = corpora.answers(target, 2, 12)
+    sequences = [dataclasses.replace(made[i % 2], id=f"t/{i}.0") for i in range(70)]
+    first = sum(len(s.ids) for s in sequences[:64]) * 2 * target.hidden_size * 2
+    for limit, shards in ((first - 1, 0), (first, 1), (1e9, 2)):
+        features = Features(target, (0, 3), False, tmp_path / str(limit), limit)
+        features.prepare(sequences)
+        files = sorted((tmp_path / str(limit)).glob("*.safetensors"))
+        assert len(files) == shards
+        for sequence in (sequences[0], sequences[-1]):
+            want = compute(target, (0, 3), False, sequence.ids)[0]
+            torch.testing.assert_close(features.of(sequence)[0].float(), want, atol=2e-2, rtol=2e-2)
+    stamps = [file.stat().st_mtime_ns for file in files]
+    Features(target, (0, 3), False, tmp_path / str(1e9)).prepare(sequences)
+    assert [file.stat().st_mtime_ns for file in files] == stamps  # taken as they are
+    Features(target, (0, 2), False, tmp_path / str(1e9)).prepare(sequences)  # other taps: other files
+    assert len(list((tmp_path / str(1e9)).glob("*.safetensors"))) == 4
 
 
 def test_weights_by_their_formulas() -> None:

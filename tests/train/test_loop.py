@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -122,8 +123,27 @@ def test_a_step_that_is_not_finite_is_left_out_and_told(tmp_path: Path, monkeypa
         run.run()
 
 
-@pytest.mark.parametrize("options", [{"accumulate": 3}, {"recompute": True}], ids=str)
-def test_saving_memory_changes_nothing(options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_log_is_also_written_as_tensorboard_scalars(tmp_path: Path) -> None:
+    """A run that goes on strikes out what the stopped one wrote after its checkpoint."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    target = tiny.target("qwen3")
+    train = corpora.answers(target, 5)
+    corpora.trainer(target, train, tmp_path, steps=8).run(until=6, log_every=1, measure_every=2, save_every=4)
+    corpora.trainer(target, train, tmp_path, steps=8, resume=True).run(log_every=1, measure_every=2)
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    losses = [(r["step"], r["loss"]) for r in log if "loss" in r]
+    lengths = [(r["step"], r["measured"]["length"]) for r in log if "measured" in r]
+    for name, want in (("train/loss", losses), ("held_out/length", lengths)):
+        have = [(e.step, e.value) for e in events.Scalars(name)]
+        assert [step for step, _ in have] == [step for step, _ in want]
+        assert [v for _, v in have] == pytest.approx([v for _, v in want])
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"recompute": True}, {"compile": True}], ids=str)
+def test_how_it_is_computed_changes_nothing(options: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    # Traced and differentiated ahead of time as always, but without the minutes of a C++ compiler.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     target = tiny.target("qwen3")
     train = corpora.answers(target, 9)
     plain = corpora.trainer(target, train, tmp_path / "a", steps=3)

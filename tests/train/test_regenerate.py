@@ -11,6 +11,7 @@ import pytest
 import dflash
 import tiny
 from dflash.backends.torch.target import TorchTarget
+from dflash.cli.prompts import read_file
 from dflash.sampling import SamplingParams
 from dflash.train.data import read_corpus
 from dflash.train.prompts import Conversation, read_prompts, spread
@@ -54,6 +55,16 @@ def test_a_drafter_changes_nothing_but_the_time(target: TorchTarget, tmp_path: P
     regenerate(target, "ngram", TALKS, tmp_path / "b.jsonl", settings())
     by_id = [sorted(read_answers(tmp_path / name), key=lambda r: r["id"]) for name in ("a.jsonl", "b.jsonl")]
     assert by_id[0] == by_id[1]
+
+
+def test_separators_inside_a_text_do_not_end_its_line(target: TorchTarget, tmp_path: Path) -> None:
+    odd = "one\u2028two\u0085three\x0cfour\x1e"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"turns": [odd]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    prompts = read_prompts(tmp_path / "p.jsonl").conversations
+    regenerate(target, None, prompts, tmp_path / "a.jsonl", settings())
+    assert [r["messages"][0]["content"] for r in read_answers(tmp_path / "a.jsonl")] == [odd]
+    assert read_corpus([tmp_path / "a.jsonl"], 0, 64).train
+    assert [q.text for q in read_file(tmp_path / "p.jsonl")] == [odd]
 
 
 @pytest.mark.parametrize("stop_after", [1, 3, 6])

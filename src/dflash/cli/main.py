@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from dflash import DFlashError, __version__
+from dflash.cli import benchmark as benchmark_command
 from dflash.cli import console
 from dflash.cli.demo import demo
 from dflash.cli.export import export
@@ -46,6 +48,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command(epilog=EPILOG)(verify)
+app.command(epilog=benchmark_command.EPILOG)(benchmark_command.benchmark)
 app.command()(demo)
 app.command()(regenerate)
 app.command()(train)
@@ -67,9 +70,12 @@ def dflash(
     """Lossless block decoding: a draft proposes, the target verifies, the answer is the target's own."""
 
 
-def main() -> None:
-    """The entry point. What a stream's encoding cannot express is printed as ``?`` rather than a crash."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point. ``arguments``: those of the process by default.
+
+    What a stream's encoding cannot express is printed as ``?`` rather than a crash.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    app()
+    app(arguments, prog_name="dflash")

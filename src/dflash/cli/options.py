@@ -25,7 +25,9 @@ Model = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        metavar="D", help="A DFlash draft made for the target: a hub id or a folder.", rich_help_panel=_LOADING
+        metavar="D",
+        help="A DFlash draft made for the target: a hub id, a folder, or smollm2-135m, which is shipped.",
+        rich_help_panel=_LOADING,
     ),
 ]
 Drafter = Annotated[
@@ -33,8 +35,8 @@ Drafter = Annotated[
     typer.Option(
         metavar="WHO",
         help="Who proposes: dflash (a draft), ngram (text seen before) or none (plain decoding). "
-        "By default dflash where --draft is given, else ngram, which pays where answers repeat text and may cost a "
-        "little elsewhere.",
+        "By default dflash where --draft is given or a draft is shipped for the target, else ngram, which pays where "
+        "answers repeat text and may cost a little elsewhere.",
         show_default=False,
         rich_help_panel=_LOADING,
     ),

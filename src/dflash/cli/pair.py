@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import dflash
-from dflash.checkpoint import Place, locate
+from dflash.checkpoint import Place, locate, shipped_draft
 from dflash.cli import console
 from dflash.cli.options import Backend, DrafterKind, Dtype
 from dflash.errors import RequestError
@@ -39,7 +39,7 @@ class Wanted:
     draft_bits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.draft is None:
+        if self.draft_source is None:
             for option, value in (
                 ("--drafter dflash", self.drafter == "dflash"),
                 ("--draft-sliding-window-size", self.draft_sliding_window_size is not None),
@@ -57,9 +57,16 @@ class Wanted:
             )
 
     @property
+    def draft_source(self) -> str | None:
+        """The draft in force: the one given, else, where nothing else is asked for, one that comes with the package."""
+        if self.draft is not None or self.drafter not in (None, "dflash"):
+            return self.draft
+        return shipped_draft(self.model)
+
+    @property
     def kind(self) -> DrafterKind:
         """What drafts: as asked for, else a draft where there is one."""
-        return self.drafter or ("ngram" if self.draft is None else "dflash")
+        return self.drafter or ("ngram" if self.draft_source is None else "dflash")
 
 
 @dataclass(frozen=True)
@@ -79,13 +86,14 @@ class Pair:
     @property
     def drafter_label(self) -> str:
         """For people."""
-        draft = self.wanted.draft
+        draft = self.wanted.draft_source
         return {"ngram": "n-grams", "none": "plain decoding"}.get(self.wanted.kind) or f"draft {Path(draft or '').name}"
 
     def settings(self) -> dict[str, Any]:
         """For records: the options, with what was in force for those left open."""
         return {
             **asdict(self.wanted),
+            "draft": self.wanted.draft_source,
             "drafter": self.wanted.kind,
             "block_size": self.block_size,
             "backend": self.target.backend,
@@ -112,10 +120,10 @@ def load_pair(wanted: Wanted) -> Pair:
 
 
 def _drafter(wanted: Wanted) -> Drafter:
-    if wanted.draft is None:
+    if wanted.draft_source is None:
         return as_drafter(wanted.kind)
     return dflash.load_draft(
-        wanted.draft,
+        wanted.draft_source,
         wanted.draft_sliding_window_size,
         wanted.backend,
         wanted.dtype,

@@ -91,7 +91,7 @@ def read_file(file: Path, limit: int | None = None) -> list[Question]:
         RequestError: no such file, or a line that is something else, named by its number.
     """
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines would also cut at U+2028 inside a text
     except OSError as error:
         raise RequestError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -55,6 +55,10 @@ def train(
     precision: Annotated[str, typer.Option(help="bf16 or fp32.", rich_help_panel=_RECIPE)] = "bf16",
     accumulate: Annotated[int, typer.Option(min=1, help="Parts a step.", rich_help_panel=_RECIPE)] = 1,
     recompute: Annotated[bool, typer.Option("--recompute", help="Save memory.", rich_help_panel=_RECIPE)] = False,
+    compile: Annotated[
+        bool,
+        typer.Option("--compile", help="Fuse the layers with torch.compile: for long runs.", rich_help_panel=_RECIPE),
+    ] = False,
     vocabulary: Annotated[str, typer.Option(help="reduced or full.", rich_help_panel=_RECIPE)] = "reduced",
     others: Annotated[
         int, typer.Option(min=0, help="Tokens that stand for those outside it, a step.", rich_help_panel=_RECIPE)
@@ -86,7 +90,7 @@ def train(
 
     recipe = Recipe(
         steps, sequences, anchors, loss, weights, gamma, learning_rate, muon_rate, weight_decay, warmup, decay,
-        schedule, optimizer, 1.0, precision, accumulate, recompute, vocabulary, others, seed,
+        schedule, optimizer, 1.0, precision, accumulate, recompute, compile, vocabulary, others, seed,
     )  # fmt: skip
     shape = Shape(block_size, layers, _taps(taps), mask_token, sliding_layers, sliding_window, start)
     command = shlex.join(["dflash", *sys.argv[1:]])
@@ -101,12 +105,10 @@ def train(
     with meter("hidden states") as caching, meter("steps") as show:
 
         def report(progress: Progress) -> None:
-            measured = f", held out {progress.measured.length:.2f}" if progress.measured is not None else ""
-            show(
-                progress.step,
-                progress.steps,
-                f"loss {progress.loss:.3f}, {progress.blocks_per_second:.0f} blocks/s{measured}",
-            )
+            figures = f"loss {progress.loss:.3f}, {progress.blocks_per_second:.0f} blocks/s"
+            if progress.measured is not None:
+                figures += f", held out {progress.measured.length:.2f}"
+            show(progress.step, progress.steps, figures if progress.blocks_per_second else "")
 
         measured = run(target, job, lambda line: console.say("data", line, "bold"), caching, report)
     if measured is not None:

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from dflash.checkpoint import DEFAULT_MODEL
 from dflash.cli import console, options, prompts
-from dflash.cli.difference import ULPS, Difference, first_difference
 from dflash.cli.pair import Pair, Wanted, load_pair
 from dflash.cli.prompts import BUILT_IN, Question
+from dflash.difference import ULPS, Difference, first_difference
 from dflash.errors import RequestError
 from dflash.generate import Generation, collect, stream_generate
 from dflash.text import encode_prompt

@@ -6,8 +6,9 @@ sequence share its context, so the context is fused and projected once for all o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -62,14 +63,33 @@ class _Context:
         return torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
 
 
+def layer_over_context(
+    layer: DraftLayer, x: Tensor, context: Tensor, rotary: Rotary, rotary_before: Rotary, mask: Tensor
+) -> Tensor:
+    """One layer over the blocks, behind the context projected for it: [sequences, blocks * block_size, hidden]."""
+    kv = _Context(*layer.self_attn.keys_values(context, rotary_before))
+    out: Tensor = layer(x, rotary, kv, mask)
+    return out
+
+
+def recomputed(*args: Any) -> Tensor:
+    """``layer_over_context``, keeping none of its activations: they are computed again going back."""
+    out: Tensor = torch.utils.checkpoint.checkpoint(layer_over_context, *args, use_reentrant=False)
+    return out
+
+
 def block_states(
-    draft: DFlashDraftModel, embedding: Tensor, batch: Batch, block_size: int, recompute: bool = False
+    draft: DFlashDraftModel,
+    embedding: Tensor,
+    batch: Batch,
+    block_size: int,
+    run_layer: Callable[..., Tensor] = layer_over_context,
 ) -> Tensor:
     """Last block states of the slots 1.., before the final norm: [sequences, blocks, block_size - 1, hidden].
 
     Args:
         embedding: the target's raw embedding rows.
-        recompute: keep no activations inside the layers for the way back.
+        run_layer: ``layer_over_context`` or what stands for it.
     """
     anchors, device = batch.anchors, batch.tokens.device
     sequences, blocks = anchors.shape
@@ -82,23 +102,8 @@ def block_states(
     rotary_before, rotary = draft.rotary_emb(context, before), draft.rotary_emb(x, position)
     masks = {kind: visible(anchors, before, block_size, *kind)[:, None] for kind in set(draft.windows())}
     for layer, kind in zip(draft.layers, draft.windows(), strict=True):
-        layer = cast("DraftLayer", layer)
-        if recompute:
-            x = torch.utils.checkpoint.checkpoint(
-                _layer, layer, x, context, rotary, rotary_before, masks[kind], use_reentrant=False
-            )
-        else:
-            x = _layer(layer, x, context, rotary, rotary_before, masks[kind])
+        x = run_layer(layer, x, context, rotary, rotary_before, masks[kind])
     return x.view(sequences, blocks, block_size, -1)[:, :, 1:]
-
-
-def _layer(
-    layer: DraftLayer, x: Tensor, context: Tensor, rotary: Rotary, rotary_before: Rotary, mask: Tensor
-) -> Tensor:
-    """One layer over the blocks, behind the context projected for it."""
-    kv = _Context(*layer.self_attn.keys_values(context, rotary_before))
-    out: Tensor = layer(x, rotary, kv, mask)
-    return out
 
 
 def visible(anchors: Tensor, before: Tensor, block_size: int, window: int | None, causal: bool) -> Tensor:

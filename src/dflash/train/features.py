@@ -6,6 +6,7 @@ safetensors shards, as long as they fit the limit; sequences beyond it are compu
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -26,6 +27,14 @@ SHARD = 64
 
 CHUNK = 512
 """Tokens a forward."""
+
+MULTIPLE = 64
+"""Lengths are padded to a multiple of this: kernels are made anew for every shape, which costs more than padding."""
+
+
+def padded(length: int) -> int:
+    """The next multiple."""
+    return -(-length // MULTIPLE) * MULTIPLE
 
 
 class Features:
@@ -80,10 +89,14 @@ class Features:
 
     def _fingerprint(self, part: SequenceOf[Sequence]) -> str:
         """Of everything the numbers depend on: a cache for other text, taps or another target is not used."""
-        weight = self.target.anatomy.embedding.weight.detach()
-        key = [self.target.name, list(weight.shape), str(weight.dtype), float(weight.float().sum()), list(self.taps)]
-        key += [self.final, [[s.id, s.ids] for s in part]]
+        key = [self.target.name, self._identity, list(self.taps), self.final, [[s.id, s.ids] for s in part]]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+
+    @functools.cached_property
+    def _identity(self) -> str:
+        """Of the target's weights: of the bytes of its embedding, for a sum would depend on the number of threads."""
+        weight = self.target.anatomy.embedding.weight.detach().cpu().contiguous()
+        return hashlib.sha256(str(weight.dtype).encode() + weight.view(torch.uint8).numpy().tobytes()).hexdigest()
 
     def _write(self, file: Path, part: SequenceOf[Sequence]) -> None:
         tensors: dict[str, Tensor] = {}
@@ -115,11 +128,14 @@ def compute(
     try:
         for first in range(0, len(ids), CHUNK):
             part = list(ids[first : first + CHUNK])
+            count = len(part)
+            # Padding comes last, where no position before it sees it, and never past the context.
+            part += [0] * (min(padded(count), (target.context_length or first + CHUNK) - first) - count)
             # The head is given what is scored: all of it where its inputs are wanted, else one position.
-            _, features = session.read([part], [len(part)], 0 if final else torch.tensor([[0]]))
+            _, features = session.read([part], [count], 0 if final else torch.tensor([[0]]))
             assert features.values is not None
             chunks.append(features.values[0])
     finally:
         if hook is not None:
             hook.remove()
-    return torch.cat(chunks), torch.cat(heads) if final else None
+    return torch.cat(chunks)[: len(ids)], torch.cat(heads)[: len(ids)] if final else None

@@ -20,12 +20,13 @@ from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.target import TorchTarget
 from dflash.errors import DFlashError, RequestError
 from dflash.train import checkpoint
-from dflash.train.blocks import Batch, block_states
+from dflash.train.blocks import Batch, block_states, layer_over_context, recomputed
 from dflash.train.data import Corpus, Plan, Sequence
 from dflash.train.evaluate import Acceptance, measure
-from dflash.train.features import Features
+from dflash.train.features import Features, padded
 from dflash.train.loss import LossMix, dpace_weights, exponential_weights, slot_losses
 from dflash.train.recipe import Recipe
+from dflash.train.scalars import scalars
 from dflash.train.schedule import rate
 
 PATIENCE = 10
@@ -69,44 +70,42 @@ class Learner(nn.Module):
         self.slot_weights = exponential_weights(slots, decay).to(device)
         if recipe.weights == "uniform":
             self.slot_weights = torch.ones(slots, device=device)
+        self._run_layer: Callable[..., Tensor] = recomputed if recipe.recompute else layer_over_context
+        self._slot_losses: Callable[..., tuple[Tensor, Tensor, Tensor]] = slot_losses
+        if recipe.compile:
+            # Lengths differ from step to step: sizes are kept symbolic, so that nothing is compiled twice.
+            self._run_layer = torch.compile(layer_over_context, dynamic=True)
+            self._slot_losses = torch.compile(slot_losses, dynamic=True)
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Sum of the weighted losses of a batch, and the sum of its blocks' accepted slots plus one (detached)."""
         embedding = self._target[0].anatomy.embedding.weight
-        states = block_states(self.draft, embedding, batch, self.block_size, self.recipe.recompute)
-        there = batch.weights > 0
-        labels = self.index[batch.labels(self.block_size)][there]
-        logits = self._logits(states[there], batch.others)
+        states = block_states(self.draft, embedding, batch, self.block_size, self._run_layer)
+        there = (batch.weights > 0).float()
+        labels = self.index[batch.labels(self.block_size)]
         teacher = None
         if self.mix.needs_teacher:
             with torch.no_grad():
-                teacher = self._scores(batch.teachers(self.block_size)[there], batch.others).float()
-                teacher = self._weigh(teacher, batch.others)
-        loss, probability = slot_losses(logits, labels, teacher, self.mix)
-        weights = self.slot_weights.expand(there.shape)
-        if self.recipe.weights == "dpace":
-            spread = torch.zeros(there.shape, device=loss.device).masked_scatter(there, probability)
-            weights = dpace_weights(spread)
-        with torch.no_grad():
-            right = torch.zeros(there.shape, device=loss.device)
-            right = right.masked_scatter(there, (logits.argmax(-1) == labels).float())
-            accepted = 1 + right.cumprod(-1).sum(-1)
-        return (loss * weights[there]).sum(), accepted[there[..., 0]].sum()
+                teacher = self._scores(batch.teachers(self.block_size), batch.others)
+        scores = self._draft_scores(states, batch.others)
+        loss, probability, right = self._slot_losses(scores, labels, teacher, self.mix, self._shift(batch.others))
+        weights = dpace_weights(probability * there) if self.recipe.weights == "dpace" else self.slot_weights
+        accepted = 1 + (right * there).cumprod(-1).sum(-1)
+        return (loss * weights * there).sum(), (accepted * there[..., 0]).sum()
 
-    def _logits(self, states: Tensor, others: Tensor | None) -> Tensor:
-        """The draft's scores [n, vocabulary] of its last states, float32."""
+    def _draft_scores(self, states: Tensor, others: Tensor | None) -> Tensor:
+        """The draft's scores [..., vocabulary] of its last states."""
         draft, cap = self.draft, self.draft.config.final_logit_softcapping
-        scores = self._scores(draft.norm(states) * draft.config.output_multiplier, others).float()
-        scores = scores if cap is None else torch.tanh(scores / cap) * cap
-        return self._weigh(scores, others)
+        scores = self._scores(draft.norm(states) * draft.config.output_multiplier, others)
+        return scores if cap is None else torch.tanh(scores / cap) * cap
 
-    def _weigh(self, scores: Tensor, others: Tensor | None) -> Tensor:
+    def _shift(self, others: Tensor | None) -> Tensor | None:
         """Each of the others stands for as many as it was drawn from: sampled softmax (Jean et al. 2015)."""
         if others is None or self.rows is None:
-            return scores
-        weight = torch.zeros(scores.shape[-1], device=scores.device)
-        weight[len(self.rows) :] = math.log((self._target[0].vocab_size - len(self.rows)) / len(others))
-        return scores + weight
+            return None
+        shift = torch.zeros(len(self.rows) + len(others), device=others.device)
+        shift[len(self.rows) :] = math.log((self._target[0].vocab_size - len(self.rows)) / len(others))
+        return shift
 
     def _scores(self, states: Tensor, others: Tensor | None) -> Tensor:
         """The target's head on normed states, for the rows of the vocabulary and the others."""
@@ -150,7 +149,7 @@ class Processes:
 
 
 class Trainer:
-    """A run. Files of ``output``: ``checkpoints/``, ``log.jsonl``, ``run.json``."""
+    """A run. Files of ``output``: ``checkpoints/``, ``log.jsonl``, ``run.json``, and ``tensorboard/`` if installed."""
 
     def __init__(
         self,
@@ -186,6 +185,7 @@ class Trainer:
         self.step = 0
         self._skipped = 0
         self._begin(resume)
+        self._scalars = scalars(self.output / "tensorboard", self.step) if self.processes.first else None
 
     def _begin(self, resume: bool) -> None:
         run = {"recipe": asdict(self.recipe), "draft": self.draft.config.to_published()}
@@ -231,8 +231,7 @@ class Trainer:
         seconds = dict.fromkeys(("data", "compute", "update"), 0.0)
         began = time.perf_counter()
         while self.step < end:
-            self._one_step(totals, seconds)
-            self.step += 1
+            self.take_step(totals, seconds)
             logs, measures = self._due(log_every), self._due(measure_every)
             if logs:
                 spent = time.perf_counter() - began
@@ -246,6 +245,7 @@ class Trainer:
                 checkpoint.save(self.output / "checkpoints", self.step, self.draft, self.optimizers)
             if logs:
                 began = time.perf_counter()
+            progress.step = self.step
             report(progress)
         return progress
 
@@ -257,8 +257,13 @@ class Trainer:
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.recipe.steps
 
-    def _one_step(self, totals: dict[str, float], seconds: dict[str, float]) -> None:
-        """Forward and back over this process's share of the step's sequences, then one update."""
+    def take_step(self, totals: dict[str, float], seconds: dict[str, float]) -> None:
+        """Forward and back over this process's share of the step's sequences, then one update.
+
+        Args:
+            totals: to add to: "loss", "slots", "accepted" (summed over blocks), "blocks".
+            seconds: to add to: "data", "compute", "update".
+        """
         clock = time.perf_counter()
         chosen = self.plan.sequences(self.step)
         drawn = {i: self.plan.draw(self.step, i, self.corpus.train[i].anchors) for i in chosen}
@@ -289,6 +294,7 @@ class Trainer:
         totals["slots"] += slots / self.processes.world
         totals["blocks"] += sum(len(drawn[i]) for i in mine)
         seconds["update"] += time.perf_counter() - clock
+        self.step += 1
 
     def _update(self, finite: bool) -> None:
         """One step of the optimisers; a step that is not finite is left out, several in a row end the run."""
@@ -312,9 +318,9 @@ class Trainer:
         return sum(min(self.learner.block_size - 1, len(sequence.ids) - 1 - anchor) for anchor in anchors)
 
     def _batch(self, part: list[int], drawn: dict[int, list[int]]) -> Batch:
-        """Sequences padded to the longest, blocks to the most; what is padded has weight 0."""
+        """Sequences padded to the longest and a little more, blocks to the most; what is padded has weight 0."""
         sequences = [self.corpus.train[i] for i in part]
-        length, blocks = max(len(s.ids) for s in sequences), max(len(drawn[i]) for i in part)
+        length, blocks = padded(max(len(s.ids) for s in sequences)), max(len(drawn[i]) for i in part)
         loaded = [self.features.of(s) for s in sequences]
         device, slots = self.target.device, torch.arange(1, self.learner.block_size)
         width = loaded[0][0].shape[1]
@@ -359,6 +365,8 @@ class Trainer:
         if self.processes.first:
             with (self.output / "log.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+            if self._scalars is not None:
+                self._scalars.write(record)
 
 
 def make_optimizers(draft: DFlashDraftModel, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -374,7 +382,11 @@ def make_optimizers(draft: DFlashDraftModel, recipe: Recipe) -> list[torch.optim
         matrices = []
     made.append(
         torch.optim.AdamW(
-            [*matrices, *rest], lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+            [*matrices, *rest],
+            lr=recipe.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=recipe.weight_decay,
+            fused=True,  # one pass over the weights instead of ten
         )
     )
     for optimizer in made:

@@ -61,22 +61,26 @@ def dpace_weights(label_probability: Tensor) -> Tensor:
     return prefix.flip(-1).cumsum(dim=-1).flip(-1)
 
 
-def slot_losses(logits: Tensor, labels: Tensor, teacher: Tensor | None, mix: LossMix) -> tuple[Tensor, Tensor]:
-    """Loss of each slot and the draft's probability of its label (detached).
+def slot_losses(
+    scores: Tensor, labels: Tensor, teacher: Tensor | None, mix: LossMix, shift: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss of each slot, and, detached, the draft's probability of its label and whether that is its choice.
 
     Args:
-        logits: [..., vocab] float32.
+        scores: [..., vocab], of any dtype; computed with in float32.
         labels: [...] indices into that vocabulary.
-        teacher: [..., vocab], the target's logits there.
+        teacher: [..., vocab], the target's scores there.
+        shift: [vocab], added to both scores.
     """
+    logits = scores.float() if shift is None else scores.float() + shift
     log_q = logits.log_softmax(dim=-1)
     label = log_q.gather(-1, labels[..., None])[..., 0]
     loss = -mix.ce * label
     if mix.needs_teacher:
         assert teacher is not None
-        log_p = teacher.log_softmax(dim=-1)
+        log_p = (teacher.float() if shift is None else teacher.float() + shift).log_softmax(dim=-1)
         if mix.kl:
             loss = loss + mix.kl * F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=-1)
         if mix.l1:
             loss = loss + mix.l1 * 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=-1)
-    return loss, label.detach().exp()
+    return loss, label.detach().exp(), logits.detach().argmax(dim=-1) == labels

@@ -90,7 +90,8 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
         with path.open("r+b") as file:
             file.truncate(end)
     records = []
-    for number, line in enumerate(whole[:end].decode("utf-8").splitlines(), 1):
+    # Not splitlines: text may hold other separators (U+2028, U+0085), which JSON leaves as they are.
+    for number, line in enumerate(whole[:end].decode("utf-8").split("\n")[:-1], 1):
         try:
             record = json.loads(line)
         except ValueError as error:

@@ -36,12 +36,24 @@ def grouped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None =
     groups = heads // k.shape[1]
     if groups == 1:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    if q.device.type == "cpu" and q.requires_grad:
+        return _explicit(q, k, v, mask, scale)
     if q.device.type == "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     # CUDA's fast kernels take no mask with grouped heads: the queries of a group become one long block.
     packed = q.reshape(rows, k.shape[1], groups * width, -1)
     out = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask.repeat(1, 1, groups, 1), scale=scale)
     return out.reshape(rows, heads, width, -1)
+
+
+def _explicit(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """``grouped`` spelled out, for training on the CPU: going back costs half of what SDPA's own way back does."""
+    rows, heads, width, dim = q.shape
+    packed = q.reshape(rows, k.shape[1], heads // k.shape[1] * width, dim)
+    scores = torch.matmul(packed, k.transpose(2, 3)) * (dim**-0.5 if scale is None else scale)
+    hidden = torch.zeros(mask.shape, dtype=scores.dtype, device=mask.device).masked_fill(~mask, float("-inf"))
+    shares = (scores.view(rows, heads, width, -1) + hidden).softmax(dim=-1)
+    return (shares.view_as(scores) @ v).view(rows, heads, width, -1)
 
 
 def grouped_attention(

@@ -1,0 +1,8 @@
+"""``python -m dflash.benchmark`` is ``dflash benchmark``."""
+
+import sys
+
+from dflash.cli.main import main
+
+if __name__ == "__main__":
+    main(["benchmark", *sys.argv[1:]])
