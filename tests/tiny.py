@@ -170,9 +170,9 @@ def model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **ove
 
 
 @functools.cache
-def target(name: str) -> TorchTarget:
+def target(name: str, seed: int = 0) -> TorchTarget:
     """A tiny target, shared by the tests of a run: sessions never change it."""
-    return TorchTarget(model(name), tokenizer(), name)
+    return TorchTarget(model(name, seed=seed), tokenizer(), name)
 
 
 CHAT_TEMPLATE = (

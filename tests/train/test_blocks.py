@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 
 import tiny
 from dflash.backends.torch.draft import DFlashDrafting
+from dflash.backends.torch.target import TorchTarget
 from dflash.decode import Request, decode
 from dflash.limits import Output
 from dflash.protocols import Features as Tapped
@@ -116,6 +118,21 @@ def test_the_cache_keeps_to_its_limit_and_is_only_taken_for_what_it_holds(tmp_pa
     assert [file.stat().st_mtime_ns for file in files] == stamps  # taken as they are
     Features(target, (0, 2), False, tmp_path / str(1e9)).prepare(sequences)  # other taps: other files
     assert len(list((tmp_path / str(1e9)).glob("*.safetensors"))) == 4
+    files[0].write_bytes(files[0].read_bytes()[:-100])  # it is only a cache: what is torn is made again
+    again = Features(target, (0, 3), False, tmp_path / str(1e9))
+    again.prepare(sequences)
+    assert all(again.of(s)[0].shape == (len(s.ids), 2 * target.hidden_size) for s in sequences)
+
+
+def test_a_fine_tune_of_the_same_name_and_embedding_is_another_target(tmp_path: Path) -> None:
+    target = tiny.target("qwen3")
+    tuned = copy.deepcopy(target.model)
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight.add_(1e-3)
+    other = TorchTarget(tuned, target.tokenizer, target.name)
+    same = TorchTarget(copy.deepcopy(target.model), target.tokenizer, target.name)
+    mine, yours, again = (Features(one, (0, 3), False, tmp_path).identity for one in (target, other, same))
+    assert mine == again != yours
 
 
 def test_weights_by_their_formulas() -> None:

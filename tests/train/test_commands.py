@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 import dflash
@@ -94,7 +95,13 @@ def test_a_draft_is_trained_resumed_and_used(answers: Path, target_folder: Path,
         (["--taps", "a,b"], "--taps must be layer ids"),
         (["--taps", "1,9"], "names layer 9"),
         (["--mask-token", "9999"], "is no row of the target's embedding"),
-        (["--learning-rate", "0"], "learning_rate must be above 0"),
+        (["--learning-rate", "0"], "learning_rate must be a number above 0"),
+        (["--learning-rate", "inf"], "learning_rate must be a number above 0"),
+        (["--weight-decay", "-1"], "weight_decay must be a number of at least 0"),
+        (["--warmup", "nan"], "warmup must be a share of the steps"),
+        (["--decay", "1.5"], "decay must be a share of the steps"),
+        (["--seed", str(2**70)], "seed must be a whole number of 64 bits"),
+        (["--loss", "0*ce"], "nothing would be learned"),
         (["--start", "nowhere/at/all"], "does not exist"),
         (["--sliding-layers", "5"], "cannot be sliding"),
     ],
@@ -116,6 +123,28 @@ VARIANTS = [
     {"layer_types": ("sliding_attention",) * 2, "sliding_window": 8, "causal": (False, False)},
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
 ]
+
+
+def test_a_draft_that_is_gone_on_from_keeps_its_shape(answers: Path, target_folder: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    common = ["train", "--model", target_folder, "--data", answers, "--steps", 2, "--sequences", 2, "--held-out", 0]
+    run(*common, "--output", base, "--layers", 1, "--taps", 2, "--block-size", 4)
+    run(*common, "--output", tmp_path / "on", "--start", base)
+    assert dflash.load_draft(tmp_path / "on").config == dflash.load_draft(base).config
+    for option in (["--layers", 2], ["--taps", "0,1"], ["--block-size", 8], ["--mask-token", 5]):
+        told = run(*common, "--output", tmp_path / "x", "--start", base, *option, code=2)
+        assert "leave it out to go on from that draft" in " ".join(told.output.split())
+    stranger = tiny.save_draft(tiny.draft(tiny.target("qwen3"), hidden_size=32), tmp_path / "stranger")
+    told = run(*common, "--output", tmp_path / "x", "--start", stranger, code=2)
+    assert "does not fit target" in " ".join(told.output.split())
+
+
+def test_what_is_no_draft_is_not_exported(tmp_path: Path) -> None:
+    start = tiny.save_draft(tiny.draft(tiny.target("qwen3")), tmp_path / "start")
+    save_file({"foo": torch.zeros(3)}, start / "model.safetensors")
+    result = run("export", "--draft", start, "--output", tmp_path / "x", "--target", "org/model", code=2)
+    assert "is not the DFlash draft its config describes" in " ".join(result.output.split())
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

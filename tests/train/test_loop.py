@@ -22,6 +22,7 @@ from dflash.limits import Output
 from dflash.sampling import SamplingParams
 from dflash.train import checkpoint
 from dflash.train.data import Plan
+from dflash.train.loop import read_log
 from dflash.train.start import check_mask_token, default_mask_token, default_taps, draft_config, initialise
 
 
@@ -88,6 +89,36 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_another_recipe(tmp_path: 
         corpora.trainer(target, train, tmp_path)
     with pytest.raises(ValueError, match="begun with another learning_rate"):
         corpora.trainer(target, train, tmp_path, resume=True, learning_rate=1.0)
+    with pytest.raises(ValueError, match="begun with another set of answers"):
+        corpora.trainer(target, train[1:], tmp_path, resume=True)
+    other = tiny.target("qwen3", seed=5)
+    with pytest.raises(ValueError, match="begun with another target"):
+        corpora.trainer(other, train, tmp_path, resume=True)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match="does not say what the run was begun with"):
+        corpora.trainer(target, train, tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("name", ["draft.safetensors", "optimizer.safetensors", "state.json"])
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}"])
+def test_a_checkpoint_that_cannot_be_read_is_told(tmp_path: Path, name: str, content: bytes) -> None:
+    target = tiny.target("qwen3")
+    train = corpora.answers(target, 5)
+    corpora.trainer(target, train, tmp_path).run(until=4, save_every=4)
+    (tmp_path / "checkpoints" / "step-old").mkdir()
+    (tmp_path / "checkpoints" / "step-4" / name).write_bytes(content)
+    with pytest.raises(ValueError, match="step-4 cannot be resumed from"):
+        corpora.trainer(target, train, tmp_path, resume=True)
+
+
+def test_a_log_that_a_kill_tore_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:
+    target = tiny.target("qwen3")
+    train = corpora.answers(target, 5)
+    corpora.trainer(target, train, tmp_path).run(until=4, log_every=1, save_every=4)
+    with (tmp_path / "log.jsonl").open("a") as log:
+        log.write('{"step": 4, "seconds": {"data": 1}')
+    corpora.trainer(target, train, tmp_path, resume=True).run(log_every=1)
+    assert [r["step"] for r in read_log(tmp_path / "log.jsonl") if "loss" in r] == list(range(1, 9))
 
 
 def test_only_the_drafts_tensors_change(tmp_path: Path) -> None:

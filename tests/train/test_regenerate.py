@@ -15,7 +15,7 @@ from dflash.cli.prompts import read_file
 from dflash.sampling import SamplingParams
 from dflash.train.data import read_corpus
 from dflash.train.prompts import Conversation, read_prompts, spread
-from dflash.train.regenerate import Progress, Settings, read_answers, regenerate, settings_of
+from dflash.train.regenerate import Progress, Settings, read_answers, regenerate, settings_file, settings_of
 
 TALKS = [
     Conversation(0, "a", ("hello",)),
@@ -86,6 +86,63 @@ def test_a_killed_run_goes_on_without_repeating_or_losing(target: TorchTarget, t
     assert len(ids) == len(set(ids)) == 7
     whole = {record["id"]: record for record in read_answers(tmp_path / "whole.jsonl")}
     assert {record["id"]: record for record in read_answers(file)} == whole
+
+
+def test_no_prompt_is_lost_between_batches(target: TorchTarget, tmp_path: Path) -> None:
+    talks = [Conversation(i, "a", (f"question {i}",)) for i in range(19)]
+    done = regenerate(target, None, talks, tmp_path / "a.jsonl", settings(max_tokens=2), batch_size=1)
+    assert done.done == 19 == len(read_answers(tmp_path / "a.jsonl"))
+
+
+def test_reading_changes_no_file_and_only_what_was_begun_here_is_appended_to(
+    target: TorchTarget, tmp_path: Path
+) -> None:
+    file = tmp_path / "answers.jsonl"
+    regenerate(target, None, TALKS[:2], file, settings())
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])  # as editors leave it: the last answer counts
+    assert len(read_answers(file)) == 3 == len(read_corpus([file], 0, 100).train)
+    assert file.read_bytes() == whole[:-1]
+    regenerate(target, None, TALKS[:2], file, settings())
+    assert file.read_bytes() == whole
+
+    for text in ('{"very": "important"}', "a letter", "a letter\n"):
+        other = tmp_path / "other.jsonl"
+        other.write_text(text)
+        with pytest.raises(ValueError, match=r"not an answer|not JSON|was not begun here"):
+            regenerate(target, None, TALKS, other, settings())
+        assert other.read_text() == text
+
+
+def test_answers_to_other_prompts_are_not_gone_on_with(target: TorchTarget, tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    regenerate(target, None, TALKS[:1], file, settings())
+    with pytest.raises(ValueError, match=r"holds an answer to another prompt as 0\.0"):
+        regenerate(target, None, [Conversation(0, "a", ("something else",))], file, settings())
+
+
+GOOD = {"id": "0.0", "answer": "x", "prompt_ids": [1, 2, 3], "answer_ids": [4, 5]}
+
+
+@pytest.mark.parametrize(
+    "bad", [{"id": 3}, {"answer": None}, {"answer_ids": [4, "5"]}, {"prompt_ids": [1.5]}, {"answer_ids": [-1, 2]}]
+)
+def test_what_is_no_answer_is_told_with_its_line(tmp_path: Path, bad: dict[str, Any]) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(GOOD) + "\n" + json.dumps({**GOOD, **bad}) + "\n")
+    with pytest.raises(ValueError, match=r"line 2: (not an answer|prompt_ids and answer_ids must be)"):
+        read_answers(file)
+    file.write_bytes(json.dumps(GOOD).encode() + b"\n\xff\xfe\n")
+    with pytest.raises(ValueError, match="line 2: not JSON"):
+        read_answers(file)
+
+
+def test_settings_that_cannot_be_read_are_told(target: TorchTarget, tmp_path: Path) -> None:
+    file = tmp_path / "answers.jsonl"
+    regenerate(target, None, TALKS[:1], file, settings())
+    settings_file(file).write_text('{"model": "ti')
+    with pytest.raises(ValueError, match="is not JSON"):
+        regenerate(target, None, TALKS, file, settings())
 
 
 def test_other_settings_are_refused(target: TorchTarget, tmp_path: Path) -> None:
@@ -163,7 +220,7 @@ def test_a_corpus_keeps_whole_conversations_apart(target: TorchTarget, tmp_path:
     file = tmp_path / "answers.jsonl"
     regenerate(target, None, TALKS, file, settings())
     corpus = read_corpus([file], held_out=2, max_length=100)
-    groups = [{s.id.split(".")[0] for s in part} for part in (corpus.train, corpus.held_out)]
+    groups = [{s.conversation for s in part} for part in (corpus.train, corpus.held_out)]
     assert len(groups[1]) == 2
     assert not groups[0] & groups[1]
     assert len(corpus.train) + len(corpus.held_out) == 7
@@ -171,10 +228,27 @@ def test_a_corpus_keeps_whole_conversations_apart(target: TorchTarget, tmp_path:
     assert corpus.vocabulary().tolist() == sorted(answered)
 
 
+def test_names_of_files_do_not_matter(target: TorchTarget, tmp_path: Path) -> None:
+    """Dots in a name, and two files of one name."""
+    files = [tmp_path / folder / "answers.v2-1.7b.jsonl" for folder in ("a", "b")]
+    for file, talks in zip(files, (TALKS[:3], TALKS[2:]), strict=True):
+        regenerate(target, None, talks, file, settings())
+    corpus = read_corpus(files, held_out=2, max_length=100)
+    ids = [s.id for s in (*corpus.train, *corpus.held_out)]
+    assert len(set(ids)) == len(ids) == 4 + 4
+    assert len({s.conversation for s in corpus.held_out}) == 2
+    corpus.check(272)
+    with pytest.raises(ValueError, match="the target's end at 9"):
+        corpus.check(10)
+    files[0].write_bytes(files[0].read_bytes() * 2)
+    with pytest.raises(ValueError, match="several answers of one id"):
+        read_corpus(files, 0, 100)
+
+
 def test_nothing_to_learn_from_is_an_error(tmp_path: Path) -> None:
     """R5."""
     file = tmp_path / "answers.jsonl"
-    file.write_text(json.dumps({"id": "0.0", "prompt_ids": [1, 2, 3], "answer_ids": [4]}) + "\n")
+    file.write_text(json.dumps({**GOOD, "answer_ids": [4]}) + "\n")
     with pytest.raises(ValueError, match="nothing to learn from"):
         read_corpus([file], 0, 100)
     with pytest.raises(ValueError, match="does not exist: make it with dflash regenerate"):

@@ -28,11 +28,12 @@ def export(
     revision: options.Revision = None,
 ) -> None:
     """Rewrite a draft's config, with the same weights. What a format cannot say is refused."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
+    from dflash.backends.torch.load import load_draft
     from dflash.checkpoint import find_weights, locate_draft
     from dflash.draft_config import DFlashConfig
-    from dflash.train.output import write
+    from dflash.train.files import write, write_tensors
 
     folder = locate_draft(draft, revision)
     config = DFlashConfig.load(folder)
@@ -44,8 +45,9 @@ def export(
         written = config.to_published()
     if output.exists() and any(output.iterdir()):
         raise RequestError(f"{output} is not empty: give a new folder")
-    output.mkdir(parents=True, exist_ok=True)
+    load_draft(folder, device="cpu")  # what is no draft, or not whole, is told before anything is written
     tensors = {name: tensor for file in find_weights(folder).files for name, tensor in load_file(file).items()}
-    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    output.mkdir(parents=True, exist_ok=True)
+    write_tensors(output / "model.safetensors", tensors)
     write(output / "config.json", json.dumps(written, indent=2) + "\n")
     console.say("done", f"{format} format in {output}", "bold green")

@@ -23,12 +23,18 @@ def train(
     output: Annotated[Path, typer.Option(metavar="DIR", help="Becomes the folder of the draft.")],
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Of the optimiser.", rich_help_panel=_RECIPE)],
     model: options.Model = DEFAULT_MODEL,
-    block_size: Annotated[int, typer.Option(min=2, metavar="B", rich_help_panel=_DRAFT)] = 8,
-    layers: Annotated[int, typer.Option(min=1, metavar="N", rich_help_panel=_DRAFT)] = 3,
+    block_size: Annotated[
+        int | None, typer.Option(min=2, metavar="B", help="By default 8.", rich_help_panel=_DRAFT)
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="By default 3.", rich_help_panel=_DRAFT)
+    ] = None,
     taps: Annotated[
-        str,
-        typer.Option(metavar="IDS", help="Layers of the target, as 1,8,14; or how many.", rich_help_panel=_DRAFT),
-    ] = "5",
+        str | None,
+        typer.Option(
+            metavar="IDS", help="Layers of the target, as 1,8,14; or how many. By default 5.", rich_help_panel=_DRAFT
+        ),
+    ] = None,
     mask_token: Annotated[
         int | None,
         typer.Option(metavar="ID", help="By default a row that text does not use.", rich_help_panel=_DRAFT),
@@ -36,7 +42,12 @@ def train(
     sliding_layers: Annotated[int, typer.Option(min=0, metavar="N", rich_help_panel=_DRAFT)] = 0,
     sliding_window: Annotated[int | None, typer.Option(min=1, metavar="W", rich_help_panel=_DRAFT)] = None,
     start: Annotated[
-        str, typer.Option(metavar="FROM", help="target, random, or the folder of a draft.", rich_help_panel=_DRAFT)
+        str,
+        typer.Option(
+            metavar="FROM",
+            help="target, random, or the folder of a draft, which keeps its shape.",
+            rich_help_panel=_DRAFT,
+        ),
     ] = "target",
     sequences: Annotated[int, typer.Option(min=1, help="Answers a step.", rich_help_panel=_RECIPE)] = 8,
     anchors: Annotated[int, typer.Option(min=1, help="Blocks an answer.", rich_help_panel=_RECIPE)] = 16,
@@ -69,7 +80,7 @@ def train(
     cache: Annotated[
         Path | None, typer.Option(metavar="DIR", help="For the target's hidden states.", rich_help_panel=_RUN)
     ] = None,
-    cache_limit: Annotated[float, typer.Option(metavar="GB", rich_help_panel=_RUN)] = 20.0,
+    cache_limit: Annotated[float, typer.Option(min=0.0, metavar="GB", rich_help_panel=_RUN)] = 20.0,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint.", rich_help_panel=_RUN)
     ] = False,
@@ -92,7 +103,9 @@ def train(
         steps, sequences, anchors, loss, weights, gamma, learning_rate, muon_rate, weight_decay, warmup, decay,
         schedule, optimizer, 1.0, precision, accumulate, recompute, compile, vocabulary, others, seed,
     )  # fmt: skip
-    shape = Shape(block_size, layers, _taps(taps), mask_token, sliding_layers, sliding_window, start)
+    shape = Shape(
+        block_size, layers, None if taps is None else _taps(taps), mask_token, sliding_layers, sliding_window, start
+    )
     command = shlex.join(["dflash", *sys.argv[1:]])
     job = Job(
         tuple(data), output, shape, recipe, held_out, max_length, cache, cache_limit * 1e9, resume,

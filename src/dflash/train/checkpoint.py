@@ -9,20 +9,32 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dflash.errors import CheckpointError
+from dflash.train.files import write_tensors
 
 
-def save(folder: Path, step: int, draft: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Write ``step-N`` beside its place, move it there, then remove the older ones."""
+def save(
+    folder: Path, step: int, draft: nn.Module, optimizers: list[torch.optim.Optimizer], spent: dict[str, float]
+) -> None:
+    """Write ``step-N`` beside its place, move it there, then remove the older ones.
+
+    Args:
+        spent: seconds and blocks of the run so far.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / f".step-{step}.part"
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir()
-    save_file({k: v.detach().cpu().contiguous() for k, v in draft.state_dict().items()}, beside / "draft.safetensors")
-    numbers: dict[str, Any] = {"step": step, "optimizers": []}
+    weights = {k: v.detach().cpu().contiguous() for k, v in draft.state_dict().items()}
+    write_tensors(beside / "draft.safetensors", weights)
+    numbers: dict[str, Any] = {"step": step, "spent": spent, "optimizers": []}
     tensors: dict[str, Tensor] = {}
     for i, optimizer in enumerate(optimizers):
         kept: dict[str, dict[str, Any]] = {}
@@ -33,7 +45,7 @@ def save(folder: Path, step: int, draft: nn.Module, optimizers: list[torch.optim
                 else:
                     kept.setdefault(str(index), {})[key] = value
         numbers["optimizers"].append(kept)
-    save_file(tensors, beside / "optimizer.safetensors")
+    write_tensors(beside / "optimizer.safetensors", tensors)
     (beside / "state.json").write_text(json.dumps(numbers), encoding="utf-8")
     final = folder / f"step-{step}"
     shutil.rmtree(final, ignore_errors=True)
@@ -45,8 +57,12 @@ def save(folder: Path, step: int, draft: nn.Module, optimizers: list[torch.optim
 
 def latest(folder: Path) -> Path | None:
     """The newest whole checkpoint of a run."""
-    whole = [path for path in folder.glob("step-*") if (path / "state.json").is_file()]
-    return max(whole, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+    whole = [path for path in folder.glob("step-*") if _step(path).isdigit() and (path / "state.json").is_file()]
+    return max(whole, key=lambda path: int(_step(path)), default=None)
+
+
+def _step(path: Path) -> str:
+    return path.name.removeprefix("step-")
 
 
 def restore(path: Path, draft: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
@@ -59,13 +75,22 @@ def restore(path: Path, draft: nn.Module, optimizers: list[torch.optim.Optimizer
         numbers: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "optimizer.safetensors")
         draft.load_state_dict(load_file(path / "draft.safetensors"))
-    except (OSError, ValueError, RuntimeError) as error:
-        raise CheckpointError(f"{path} cannot be resumed from: {str(error).splitlines()[0]}") from error
-    for i, optimizer in enumerate(optimizers):
-        state: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in numbers["optimizers"][i].items()}
-        for name, tensor in tensors.items():
-            owner, index, key = name.split(".", 2)
-            if int(owner) == i:
-                state.setdefault(int(index), {})[key] = tensor
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    return numbers
+        for i, optimizer in enumerate(optimizers):
+            _restore(optimizer, i, numbers["optimizers"][i], tensors)
+        return {"step": int(numbers["step"]), "spent": dict(numbers["spent"])}
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, SafetensorError) as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{path} cannot be resumed from ({why}): remove it to go on from an earlier one, or begin anew"
+        ) from error
+
+
+def _restore(
+    optimizer: torch.optim.Optimizer, i: int, numbers: dict[str, dict[str, Any]], tensors: dict[str, Tensor]
+) -> None:
+    state: dict[int, dict[str, Any]] = {int(k): dict(v) for k, v in numbers.items()}
+    for name, tensor in tensors.items():
+        owner, index, key = name.split(".", 2)
+        if int(owner) == i:
+            state.setdefault(int(index), {})[key] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

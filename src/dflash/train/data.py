@@ -33,6 +33,11 @@ class Sequence:
     prompt: int
 
     @property
+    def conversation(self) -> str:
+        """The id without its turn."""
+        return self.id.rpartition(".")[0]
+
+    @property
     def anchors(self) -> range:
         """Positions that can be an anchor: an answer token, with at least one token after it."""
         return range(self.prompt, len(self.ids) - 1)
@@ -51,9 +56,27 @@ class Corpus:
     skipped: dict[str, int]
 
     @property
+    def digest(self) -> str:
+        """Equal for equal sequences on both sides: a run is resumed with what it was begun with."""
+        sides = [[(s.id, s.ids, s.prompt) for s in side] for side in (self.train, self.held_out)]
+        return hashlib.sha256(repr(sides).encode()).hexdigest()[:16]
+
+    @property
     def supervised(self) -> tuple[int, int]:
         """Answer tokens, and all tokens, of the training sequences."""
         return sum(len(s.anchors) for s in self.train), sum(len(s.ids) for s in self.train)
+
+    def check(self, vocab_size: int) -> None:
+        """
+        Raises:
+            RequestError: answers with tokens that the target does not have.
+        """
+        for sequence in (*self.train, *self.held_out):
+            if max(sequence.ids) >= vocab_size:
+                raise RequestError(
+                    f"answer {sequence.id} has token {max(sequence.ids)}, the target's end at {vocab_size - 1}: "
+                    "are these the answers of another target?"
+                )
 
     def vocabulary(self) -> Tensor:
         """The token ids that occur in the answers learned from, ascending."""
@@ -71,29 +94,36 @@ def read_corpus(paths: SequenceOf[Path], held_out: int, max_length: int) -> Corp
         max_length: answers are cut there; one whose prompt is as long is skipped.
 
     Raises:
-        RequestError: nothing to learn from.
+        RequestError: nothing to learn from, or two answers of one id in a file.
     """
     sequences: list[Sequence] = []
     skipped: dict[str, int] = {}
-    for path in paths:
+    for number, path in enumerate(paths):
         if not path.is_file():
             raise RequestError(f"{path} does not exist: make it with dflash regenerate")
-        for record in read_answers(path):
+        records = read_answers(path)
+        if len({record["id"] for record in records}) < len(records):
+            raise RequestError(
+                f"{path} has several answers of one id: were files of answers joined? Give each as --data"
+            )
+        for record in records:
             ids = (*record["prompt_ids"], *record["answer_ids"])[:max_length]
-            made = Sequence(f"{path.stem}/{record['id']}", record.get("source", ""), ids, len(record["prompt_ids"]))
+            # The file's number: two files may have one name.
+            name = f"{number}:{path.stem}/{record['id']}"
+            made = Sequence(name, record.get("source", ""), ids, len(record["prompt_ids"]))
             if made.anchors:
                 sequences.append(made)
             else:
                 skipped["no two answer tokens"] = skipped.get("no two answer tokens", 0) + 1
     if not sequences:
         raise RequestError(f"{', '.join(map(str, paths))}: no answer has two tokens: nothing to learn from")
-    conversations = sorted({s.id.split(".")[0] for s in sequences})
+    conversations = sorted({s.conversation for s in sequences})
     # Shuffled by a fixed seed: the same conversations are kept apart when the file has only grown at its end or not.
     order = torch.randperm(len(conversations), generator=torch.Generator().manual_seed(0)).tolist()
     apart = {conversations[i] for i in order[: min(held_out, len(conversations) // 2)]}
     return Corpus(
-        [s for s in sequences if s.id.split(".")[0] not in apart],
-        [s for s in sequences if s.id.split(".")[0] in apart],
+        [s for s in sequences if s.conversation not in apart],
+        [s for s in sequences if s.conversation in apart],
         skipped,
     )
 

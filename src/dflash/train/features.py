@@ -9,24 +9,26 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dflash.backends.torch.target import TorchSession, TorchTarget
 from dflash.train.data import Sequence
+from dflash.train.files import write_tensors
 
 SHARD = 64
 """Sequences a file."""
 
 CHUNK = 512
 """Tokens a forward."""
+
+SAMPLE = 512
+"""Numbers of a weight that tell it from another, about."""
 
 MULTIPLE = 64
 """Lengths are padded to a multiple of this: kernels are made anew for every shape, which costs more than padding."""
@@ -70,7 +72,7 @@ class Features:
             if used > self.limit:
                 break
             file = self.folder / f"{self._fingerprint(part)}.safetensors"
-            if not file.is_file():
+            if not _holds(file, part):
                 self._write(file, part)
             self._shards |= {s.id: file for s in part}
             report(min(first + SHARD, len(sequences)), len(sequences))
@@ -89,14 +91,23 @@ class Features:
 
     def _fingerprint(self, part: SequenceOf[Sequence]) -> str:
         """Of everything the numbers depend on: a cache for other text, taps or another target is not used."""
-        key = [self.target.name, self._identity, list(self.taps), self.final, [[s.id, s.ids] for s in part]]
+        key = [self.identity, list(self.taps), self.final, [[s.id, s.ids] for s in part]]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     @functools.cached_property
-    def _identity(self) -> str:
-        """Of the target's weights: of the bytes of its embedding, for a sum would depend on the number of threads."""
-        weight = self.target.anatomy.embedding.weight.detach().cpu().contiguous()
-        return hashlib.sha256(str(weight.dtype).encode() + weight.view(torch.uint8).numpy().tobytes()).hexdigest()
+    def identity(self) -> str:
+        """Of the target's weights: of numbers spread over each of them, so that a fine-tune is another target.
+
+        Of their bytes: a sum would depend on the number of threads.
+        """
+        digest = hashlib.sha256()
+        for name, weight in self.target.model.state_dict().items():
+            flat = weight.detach().flatten()
+            some = flat[:: max(1, len(flat) // SAMPLE)].cpu().contiguous()
+            digest.update(
+                f"{name} {list(weight.shape)} {weight.dtype}".encode() + some.view(torch.uint8).numpy().tobytes()
+            )
+        return digest.hexdigest()[:32]
 
     def _write(self, file: Path, part: SequenceOf[Sequence]) -> None:
         tensors: dict[str, Tensor] = {}
@@ -105,9 +116,18 @@ class Features:
             tensors[f"{sequence.id}/taps"] = taps.bfloat16().cpu()
             if final is not None:
                 tensors[f"{sequence.id}/final"] = final.bfloat16().cpu()
-        beside = file.with_suffix(".part")
-        save_file(tensors, beside)
-        os.replace(beside, file)
+        write_tensors(file, tensors)
+
+
+def _holds(file: Path, part: SequenceOf[Sequence]) -> bool:
+    """Whether a shard is there and whole. It is only a cache: one that is not is made again."""
+    if not file.is_file():
+        return False
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return {f"{sequence.id}/taps" for sequence in part} <= set(tensors.keys())
+    except SafetensorError:
+        return False
 
 
 def compute(

@@ -24,6 +24,7 @@ from dflash.train.blocks import Batch, block_states, layer_over_context, recompu
 from dflash.train.data import Corpus, Plan, Sequence
 from dflash.train.evaluate import Acceptance, measure
 from dflash.train.features import Features, padded
+from dflash.train.files import write
 from dflash.train.loss import LossMix, dpace_weights, exponential_weights, slot_losses
 from dflash.train.recipe import Recipe
 from dflash.train.scalars import scalars
@@ -163,7 +164,7 @@ class Trainer:
     ) -> None:
         """
         Raises:
-            RequestError: ``output`` already holds a run and ``resume`` is not set, or holds one of another recipe.
+            RequestError: ``output`` already holds a run and ``resume`` is not set, or holds another one.
         """
         self.draft, self.target, self.corpus, self.features = draft, target, corpus, features
         self.recipe, self.output = recipe, output
@@ -183,37 +184,36 @@ class Trainer:
         self.optimizers = make_optimizers(draft, recipe)
         self.plan = Plan([len(s.ids) for s in corpus.train], recipe.sequences, recipe.anchors, recipe.seed)
         self.step = 0
+        self.spent = {"seconds": 0.0, "blocks": 0.0}
         self._skipped = 0
         self._begin(resume)
         self._scalars = scalars(self.output / "tensorboard", self.step) if self.processes.first else None
 
     def _begin(self, resume: bool) -> None:
-        run = {"recipe": asdict(self.recipe), "draft": self.draft.config.to_published()}
-        file = self.output / "run.json"
+        run = {
+            "recipe": asdict(self.recipe),
+            "draft": self.draft.config.to_published(),
+            "answers": self.corpus.digest,
+            "target": self.features.identity,
+        }
+        check_output(self.output, resume)
         last = checkpoint.latest(self.output / "checkpoints")
-        if file.is_file() and not resume and last is not None:
-            raise RequestError(f"{self.output} already holds a run: go on with --resume, or give another --output")
         if resume and last is not None:
-            have = json.loads(file.read_text(encoding="utf-8"))
-            differing = [key for key in run["recipe"] if have["recipe"].get(key) != run["recipe"][key]]
-            if differing or have["draft"] != json.loads(json.dumps(run["draft"])):
-                what = differing[0] if differing else "draft"
-                raise RequestError(f"{self.output} was begun with another {what}: resume with the same options")
-            self.step = int(checkpoint.restore(last, self.draft, self.optimizers)["step"])
+            _check_same(self.output / RUN, json.loads(json.dumps(run)))
+            restored = checkpoint.restore(last, self.draft, self.optimizers)
+            self.step, self.spent = restored["step"], restored["spent"]
             self._cut_log()
         elif self.processes.first:
             self.output.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+            write(self.output / RUN, json.dumps(run, indent=2) + "\n")
             (self.output / "log.jsonl").write_text("", encoding="utf-8")
 
     def _cut_log(self) -> None:
         """Drop what was logged after the checkpoint: those steps are taken again."""
         file = self.output / "log.jsonl"
-        if not self.processes.first or not file.is_file():
-            return
-        lines = file.read_text(encoding="utf-8").splitlines()
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= self.step]
-        file.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        if self.processes.first and file.is_file():
+            kept = [record for record in read_log(file) if record["step"] <= self.step]
+            write(file, "".join(json.dumps(record) + "\n" for record in kept))
 
     def run(
         self,
@@ -235,14 +235,15 @@ class Trainer:
             logs, measures = self._due(log_every), self._due(measure_every)
             if logs:
                 spent = time.perf_counter() - began
+                self.spent["seconds"] += spent
                 progress = self._progress(totals, dict(seconds), spent)
                 totals, seconds = dict.fromkeys(totals, 0.0), dict.fromkeys(seconds, 0.0)
                 self._log({k: v for k, v in asdict(progress).items() if k not in ("steps", "measured")})
             if measures and self.corpus.held_out and self.processes.first:
                 progress.measured = self.measure()
                 self._log({"step": self.step, "measured": asdict(progress.measured)})
-            if self._due(save_every) and self.processes.first:
-                checkpoint.save(self.output / "checkpoints", self.step, self.draft, self.optimizers)
+            if self._due(save_every) and self.processes.first and not self._skipped:
+                checkpoint.save(self.output / "checkpoints", self.step, self.draft, self.optimizers, self.spent)
             if logs:
                 began = time.perf_counter()
             progress.step = self.step
@@ -289,10 +290,12 @@ class Trainer:
             seconds["compute"] += time.perf_counter() - clock
             clock = time.perf_counter()
         norm = float(nn.utils.clip_grad_norm_(self.draft.parameters(), self.recipe.clip))
-        self._update(torch.isfinite(torch.tensor([norm, loss_sum])).all().item() is True)
-        totals["loss"] += loss_sum
-        totals["slots"] += slots / self.processes.world
+        self._update(math.isfinite(norm) and math.isfinite(loss_sum))
+        if not self._skipped:
+            totals["loss"] += loss_sum
+            totals["slots"] += slots / self.processes.world
         totals["blocks"] += sum(len(drawn[i]) for i in mine)
+        self.spent["blocks"] += sum(map(len, drawn.values()))
         seconds["update"] += time.perf_counter() - clock
         self.step += 1
 
@@ -367,6 +370,49 @@ class Trainer:
                 file.write(json.dumps(record) + "\n")
             if self._scalars is not None:
                 self._scalars.write(record)
+
+
+RUN = "run.json"
+"""What a run was begun with."""
+
+
+def check_output(output: Path, resume: bool) -> None:
+    """
+    Raises:
+        RequestError: a run is there, which is not to be gone on with.
+    """
+    if (output / RUN).is_file() and not resume and checkpoint.latest(output / "checkpoints") is not None:
+        raise RequestError(f"{output} already holds a run: go on with --resume, or give another --output")
+
+
+def _check_same(file: Path, run: dict[str, Any]) -> None:
+    """
+    Raises:
+        RequestError: the run was begun with something else, or with what cannot be told.
+    """
+    try:
+        have = json.loads(file.read_text(encoding="utf-8"))
+        differing = [key for key in run["recipe"] if have["recipe"].get(key) != run["recipe"][key]]
+        differing += [key for key in run if key != "recipe" and have[key] != run[key]]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RequestError(f"{file} does not say what the run was begun with ({error!r}): begin anew") from error
+    if differing:
+        names = {"answers": "set of answers (--data, --held-out, --max-length)"}
+        what = names.get(differing[0], differing[0])
+        raise RequestError(f"{file.parent} was begun with another {what}: resume with the same options")
+
+
+def read_log(file: Path) -> list[dict[str, Any]]:
+    """The records of a ``log.jsonl``; what a kill left of a line is left out."""
+    records = []
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
 
 
 def make_optimizers(draft: DFlashDraftModel, recipe: Recipe) -> list[torch.optim.Optimizer]:

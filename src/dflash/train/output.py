@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import Any
 import safetensors
 import torch
 import transformers
-from safetensors.torch import save_file
 
 from dflash import __version__
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.train.evaluate import Acceptance
+from dflash.train.files import write, write_tensors
 
 
 def save_draft(draft: DFlashDraftModel, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -26,19 +25,10 @@ def save_draft(draft: DFlashDraftModel, folder: Path, dtype: torch.dtype = torch
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().to(dtype).cpu().contiguous() for name, p in draft.named_parameters()}
-    beside = folder / ".model.safetensors.part"
-    save_file(tensors, beside, metadata={"format": "pt"})
-    os.replace(beside, folder / "model.safetensors")
+    write_tensors(folder / "model.safetensors", tensors)
     config = {**draft.config.to_published(), "dtype": str(dtype).removeprefix("torch.")}
     config["torch_dtype"] = config["dtype"]
     write(folder / "config.json", json.dumps(config, indent=2) + "\n")
-
-
-def write(file: Path, text: str) -> None:
-    """Write a text file whole or not at all."""
-    beside = file.with_name(f".{file.name}.part")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, file)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from dflash.errors import RequestError
+from dflash.train.loop import read_log
 
 
 def plot_run(log: Path, picture: Path) -> None:
@@ -18,7 +18,7 @@ def plot_run(log: Path, picture: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RequestError("to draw training.png: pip install 'dflash[plot]'") from error
-    records = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    records = read_log(log)
     steps = [r for r in records if "loss" in r]
     measured = [r for r in records if "measured" in r]
     figure = Figure(figsize=(11, 4.2), layout="constrained")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
 
 from dflash.errors import RequestError
 from dflash.train.loss import LossMix
@@ -61,11 +62,17 @@ class Recipe:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise RequestError(f"{name} must be a whole number of at least 1, not {value!r}")
-        for name in ("learning_rate", "muon_rate", "clip"):
-            if not getattr(self, name) > 0:
-                raise RequestError(f"{name} must be above 0, not {getattr(self, name)!r}")
-        if self.gamma is not None and not self.gamma > 0:
-            raise RequestError(f"gamma must be above 0, not {self.gamma!r}")
+        for name in ("learning_rate", "muon_rate", "clip", "gamma"):
+            value = getattr(self, name)
+            if not (value is None and name == "gamma") and not 0 < value < math.inf:
+                raise RequestError(f"{name} must be a number above 0, not {value!r}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise RequestError(f"weight_decay must be a number of at least 0, not {self.weight_decay!r}")
+        for name in ("warmup", "decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise RequestError(f"{name} must be a share of the steps, 0 to 1, not {getattr(self, name)!r}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise RequestError(f"seed must be a whole number of 64 bits, not {self.seed}")
         for name, known in (
             ("weights", WEIGHTS),
             ("optimizer", OPTIMIZERS),
@@ -79,7 +86,8 @@ class Recipe:
             raise RequestError(f"others must be a whole number of at least 0, not {self.others!r}")
         if self.compile and self.recompute:
             raise RequestError("compile and recompute do not go together: a compiled layer decides what it keeps")
-        LossMix.parse(self.loss)
+        if not any(asdict(LossMix.parse(self.loss)).values()):
+            raise RequestError(f"loss {self.loss!r} has no share above 0: nothing would be learned")
 
     def decay_of(self, block_size: int) -> float:
         """Gamma in force: the published one of the nearest block size unless given."""

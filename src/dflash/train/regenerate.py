@@ -6,6 +6,7 @@ ends; a run that was killed goes on where it stopped, repeating and losing nothi
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +20,7 @@ from dflash.generate import DraftLike, as_drafter, new_output
 from dflash.protocols import Target
 from dflash.sampling import SamplingParams
 from dflash.text import encode_prompt
+from dflash.train.files import write
 from dflash.train.prompts import Conversation
 
 
@@ -63,10 +65,12 @@ def regenerate(
         report: called after every round of the loop.
 
     Raises:
-        RequestError: ``output`` holds answers made with other settings.
+        RequestError: ``output`` holds answers made with other settings or to other prompts, or is no file of answers.
     """
-    _check_settings(output, settings)
     done = {record["id"]: record for record in read_answers(output)}
+    _check_settings(output, settings)
+    _check_prompts(output, done, conversations)
+    _mend(output)
     progress = Progress(sum(len(c.turns) for c in conversations), len(done))
     with output.open("a", encoding="utf-8") as file:
         for turn in range(max(len(c.turns) for c in conversations)):
@@ -81,25 +85,61 @@ def regenerate(
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of an answer file. A last line cut off by a kill is removed from the file."""
+    """The answers of a file, which is only read. A last line that a kill cut off is left out.
+
+    Raises:
+        RequestError: a line that is no answer.
+    """
     if not path.is_file():
         return []
-    whole = path.read_bytes()
-    end = whole.rfind(b"\n") + 1
-    if end < len(whole):
-        with path.open("r+b") as file:
-            file.truncate(end)
-    records = []
     # Not splitlines: text may hold other separators (U+2028, U+0085), which JSON leaves as they are.
-    for number, line in enumerate(whole[:end].decode("utf-8").split("\n")[:-1], 1):
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise RequestError(f"{path}, line {number}: not JSON; is it a file of answers?") from error
-        if not isinstance(record, dict) or not {"id", "prompt_ids", "answer_ids"} <= record.keys():
-            raise RequestError(f"{path}, line {number}: not an answer (id, prompt_ids and answer_ids are needed)")
-        records.append(record)
+    *lines, last = path.read_bytes().split(b"\n")
+    records = [_answer_of(f"{path}, line {number}", line) for number, line in enumerate(lines, 1)]
+    if _is_json(last):
+        records.append(_answer_of(f"{path}, line {len(lines) + 1}", last))
     return records
+
+
+def _answer_of(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise RequestError(f"{where}: not JSON; is it a file of answers?") from error
+    if not isinstance(record, dict):
+        raise RequestError(f"{where}: not an answer, which is an object")
+    for key, kind in (("id", str), ("answer", str), ("prompt_ids", list), ("answer_ids", list)):
+        if not isinstance(record.get(key), kind):
+            raise RequestError(f"{where}: not an answer (id and answer, prompt_ids and answer_ids are needed)")
+    ids = [*record["prompt_ids"], *record["answer_ids"]]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise RequestError(f"{where}: prompt_ids and answer_ids must be whole numbers of at least 0")
+    return record
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _mend(path: Path) -> None:
+    """Make the file end with a whole line: finish the last one, or cut off what a kill left of it.
+
+    Raises:
+        RequestError: it is not a file that ``regenerate`` began.
+    """
+    whole = path.read_bytes() if path.is_file() else b""
+    last = whole[whole.rfind(b"\n") + 1 :]
+    if not last:
+        return
+    with path.open("r+b") as file:
+        if _is_json(last):
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+        else:
+            file.truncate(len(whole) - len(last))
 
 
 def settings_file(output: Path) -> Path:
@@ -111,16 +151,30 @@ def _check_settings(output: Path, settings: Settings) -> None:
     file = settings_file(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     wanted = json.loads(json.dumps(asdict(settings)))
-    if file.is_file():
-        have = json.loads(file.read_text(encoding="utf-8"))
+    have = settings_of(output)
+    if have:
         differing = [key for key in wanted if have.get(key) != wanted[key]]
         if differing:
             raise RequestError(
                 f"{output} was begun with another {differing[0]} ({have.get(differing[0])!r}, now "
                 f"{wanted[differing[0]]!r}): give another --output, or the same settings to go on"
             )
+    elif output.is_file() and output.stat().st_size:
+        raise RequestError(f"{output} was not begun here ({file.name} is not beside it): give another --output")
     else:
-        file.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
+        write(file, json.dumps(wanted, indent=2) + "\n")
+
+
+def _check_prompts(output: Path, done: dict[str, dict[str, Any]], conversations: Iterable[Conversation]) -> None:
+    """Answers are known by the line and turn of their prompt: the prompt there must still be the same."""
+    for conversation in conversations:
+        for turn, text in enumerate(conversation.turns):
+            record = done.get(f"{conversation.index}.{turn}")
+            if record is not None and record.get("messages", [{}])[-1].get("content") != text:
+                raise RequestError(
+                    f"{output} holds an answer to another prompt as {record['id']}: give another --output, or the same "
+                    "prompts in the same order to go on"
+                )
 
 
 @dataclass(frozen=True)
@@ -164,7 +218,7 @@ def _open_turns(
 
 def _batches(turns: Iterator[_Turn], size: int) -> Iterator[list[_Turn]]:
     """Batches of prompts of like length, from a window of eight batches: rows of a batch end at like times."""
-    while window := [turn for turn, _ in zip(turns, range(8 * size), strict=False)]:
+    while window := list(itertools.islice(turns, 8 * size)):
         window.sort(key=lambda turn: len(turn.ids))
         for first in range(0, len(window), size):
             yield window[first : first + size]
@@ -207,7 +261,18 @@ def _answer(
 
 
 def settings_of(answers: Path) -> dict[str, Any]:
-    """The settings an answer file was made with; empty where they are not known."""
+    """The settings an answer file was made with; empty where they are not known.
+
+    Raises:
+        RequestError: the file of settings cannot be read.
+    """
     file = settings_file(answers)
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RequestError(f"{file} is not JSON ({error}): remove it, or the answers with it") from error
+    if not isinstance(found, dict):
+        raise RequestError(f"{file} holds no settings: remove it, or the answers with it")
     return found

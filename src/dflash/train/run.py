@@ -3,42 +3,48 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.load import load_draft
 from dflash.backends.torch.target import TorchTarget
+from dflash.compat import check_fit
 from dflash.errors import RequestError
 from dflash.train.data import Corpus, read_corpus
 from dflash.train.evaluate import Acceptance
 from dflash.train.features import Features
-from dflash.train.loop import Progress, Trainer
+from dflash.train.files import write
+from dflash.train.loop import Progress, Trainer, check_output
 from dflash.train.loss import LossMix
-from dflash.train.output import Made, card, save_draft, write
+from dflash.train.output import Made, card, save_draft
 from dflash.train.plot import plot_run
 from dflash.train.recipe import Recipe
 from dflash.train.regenerate import settings_of
-from dflash.train.start import check_mask_token, default_mask_token, default_taps, draft_config, initialise
+from dflash.train.start import STARTS, check_mask_token, default_mask_token, default_taps, draft_config, initialise
 
 
 @dataclass(frozen=True)
 class Shape:
     """What the draft is to be.
 
+    None is the default of each; a draft that is gone on from has its own.
+
     Attributes:
-        taps: ids of the target's layers, or how many, at the published default places.
-        mask_token: None for a row that text does not use.
+        block_size: 8 by default.
+        layers: 3 by default.
+        taps: ids of the target's layers, or how many, at the published default places: 5 by default.
+        mask_token: by default a row that text does not use.
         start: "target", "random", or the folder of a draft to go on from.
     """
 
-    block_size: int = 8
-    layers: int = 3
-    taps: int | tuple[int, ...] = 5
+    block_size: int | None = None
+    layers: int | None = None
+    taps: int | tuple[int, ...] | None = None
     mask_token: int | None = None
     sliding_layers: int = 0
     sliding_window: int | None = None
@@ -84,7 +90,10 @@ def train(
     Raises:
         DFlashError: as ``Trainer``, ``read_corpus`` and ``DFlashConfig``.
     """
+    check_output(job.output, job.resume)
+    settings = settings_of(job.data[0])
     corpus = read_corpus(job.data, job.held_out, job.max_length)
+    corpus.check(target.vocab_size)
     learned, read = corpus.supervised
     say(
         f"{len(corpus.train)} answers to learn from ({learned} answer tokens, {learned / read:.0%} of all), "
@@ -97,13 +106,12 @@ def train(
     )
     features.prepare([*corpus.train, *corpus.held_out], caching)
     run = Trainer(draft, target, corpus, features, job.recipe, job.output, job.resume)
-    began = time.perf_counter()
     last = run.run(log_every=job.log_every, measure_every=job.measure_every, save_every=job.save_every, report=report)
     measured = last.measured
     if run.processes.first:
         if measured is None and corpus.held_out:  # there was no step left to take
             measured = run.measure()
-        finish(target, job, corpus, draft, measured, time.perf_counter() - began)
+        finish(target, job, corpus, draft, measured, run.spent, settings)
     return measured
 
 
@@ -112,20 +120,19 @@ def make_draft(target: TorchTarget, shape: Shape, seed: int) -> DFlashDraftModel
 
     Raises:
         RequestError: an unsafe mask token, impossible taps, or a start of another shape.
+        IncompatibleDraft: a start that was made for another target.
     """
-    if shape.start not in ("target", "random"):
-        draft = load_draft(shape.start, dtype=torch.float32, device=target.device)
-        if draft.config.block_size != shape.block_size:
-            raise RequestError(f"{shape.start} has blocks of {draft.config.block_size}, not {shape.block_size}")
-        return draft
+    if shape.start not in STARTS:
+        return _gone_on_from(target, shape)
     mask = default_mask_token(target) if shape.mask_token is None else shape.mask_token
     check_mask_token(target, mask)
-    taps = default_taps(target.num_layers, shape.taps) if isinstance(shape.taps, int) else shape.taps
+    wanted = 5 if shape.taps is None else shape.taps
+    taps = default_taps(target.num_layers, wanted) if isinstance(wanted, int) else wanted
     config = draft_config(
         target,
-        layers=shape.layers,
+        layers=3 if shape.layers is None else shape.layers,
         taps=taps,
-        block_size=shape.block_size,
+        block_size=8 if shape.block_size is None else shape.block_size,
         mask_token=mask,
         sliding_layers=shape.sliding_layers,
         sliding_window=shape.sliding_window,
@@ -135,13 +142,33 @@ def make_draft(target: TorchTarget, shape: Shape, seed: int) -> DFlashDraftModel
     return draft.to(target.device)
 
 
+def _gone_on_from(target: TorchTarget, shape: Shape) -> DFlashDraftModel:
+    """The draft of a folder, which has a shape of its own."""
+    draft = load_draft(shape.start, dtype=torch.float32, device=target.device)
+    own = draft.config
+    check_fit(draft.name, own, draft.path, target)
+    taps = shape.taps if not isinstance(shape.taps, int) else default_taps(target.num_layers, shape.taps)
+    for name, given, has in (
+        ("block_size", shape.block_size, own.block_size),
+        ("layers", shape.layers, own.num_hidden_layers),
+        ("taps", taps, own.target_layer_ids),
+        ("mask_token", shape.mask_token, own.mask_token_id),
+    ):
+        if given is not None and given != has:
+            raise RequestError(f"{shape.start} has {name} {has}, not {given}: leave it out to go on from that draft")
+    if shape.sliding_layers or shape.sliding_window:
+        raise RequestError(f"{shape.start} has its own layer types: leave the sliding options out to go on from it")
+    return draft
+
+
 def finish(
     target: TorchTarget,
     job: Job,
     corpus: Corpus,
     draft: DFlashDraftModel,
     measured: Acceptance | None,
-    seconds: float,
+    spent: dict[str, float],
+    settings: dict[str, Any],
 ) -> None:
     """Write the draft, its card and its curves."""
     made = Made(
@@ -150,10 +177,10 @@ def finish(
         command=job.command,
         data=_counts(job.data, corpus),
         supervised=corpus.supervised,
-        settings=settings_of(job.data[0]),
+        settings=settings,
         recipe=asdict(job.recipe),
-        blocks=job.recipe.steps * job.recipe.sequences * job.recipe.anchors,
-        seconds=seconds,
+        blocks=int(spent["blocks"]),
+        seconds=spent["seconds"],
     )
     save_draft(draft, job.output)
     write(job.output / "README.md", card(made, draft, measured))
@@ -163,4 +190,9 @@ def finish(
 
 def _counts(paths: Sequence[Path], corpus: Corpus) -> dict[str, int]:
     everything = [*corpus.train, *corpus.held_out]
-    return {path.name: sum(s.id.startswith(f"{path.stem}/") for s in everything) for path in paths}
+    return {
+        f"{path.name}{f' ({i + 1})' if [p.name for p in paths].count(path.name) > 1 else ''}": sum(
+            s.id.startswith(f"{i}:") for s in everything
+        )
+        for i, path in enumerate(paths)
+    }
