@@ -1,7 +1,7 @@
 """A small real OpenAI-compatible server: a tiny model decoded by our own loop, streamed as server-sent events.
 
 What the question says makes it misbehave: ``slow``, ``drip`` (never ends), ``fail``, ``cut``, ``junk``, ``no usage``.
-``State.events`` are sent instead of an answer, ``State.page`` at ``/metrics`` (``drip``: it never ends).
+``State.events`` are sent instead of an answer, ``State.page`` at ``/metrics`` (``drip``: no page ever ends).
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class Handler(BaseHTTPRequestHandler):
         """Quietly."""
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
-            self._whole(200, json.dumps({"data": [{"id": "tiny"}]}))
-        elif self.path == "/metrics" and self.state.page == "drip":
+        if self.state.page == "drip":
             self._drip()
+        elif self.path == "/v1/models":
+            self._whole(200, json.dumps({"data": [{"id": "tiny"}]}))
         elif self.path == "/metrics":
             self._whole(200, self.state.metrics())
         else:

