@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx_lm
 
 import dflash
-from dflash.checkpoint import DEFAULT_MODEL
+from dflash.checkpoint import DEFAULT_MODEL, shipped_draft
 from dflash.generate import DraftLike
 from dflash.model_mlx import load, load_draft, stream_generate
 from dflash.text import encode_prompt
@@ -64,9 +64,7 @@ def main() -> int:
     """Run, print, record. 1 if the tokens differ in float32."""
     options = _options()
     model = load(options.model, options.dtype)
-    draft: DraftLike = options.drafter
-    if options.draft is not None:
-        draft = load_draft(options.draft, dtype=options.dtype, bits=options.draft_bits)
+    draft = _draft(options)
     prompts = options.prompt or list(PROMPTS)
     _pair(model, draft, prompts[0], 0, 4, options.block_size)  # warm both up
     pairs = []
@@ -91,7 +89,11 @@ def _options() -> Any:
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--draft", help="a DFlash draft for the model")
     parser.add_argument("--draft-bits", type=int, help="quantize the draft to 4 or 8 bits")
-    parser.add_argument("--drafter", default="ngram", choices=["ngram", "none"], help="who drafts without --draft")
+    parser.add_argument(
+        "--drafter",
+        choices=["ngram", "none"],
+        help="who drafts without --draft; by default the draft that ships for the model, else ngram",
+    )
     parser.add_argument("--block-size", type=int)
     parser.add_argument("--dtype", help="float32, bfloat16 or float16; by default the checkpoint's, float32 on CPU")
     parser.add_argument("--prompt", action="append")
@@ -99,6 +101,17 @@ def _options() -> Any:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, help="a json file for the record")
     return parser.parse_args()
+
+
+def _draft(options: Any) -> DraftLike:
+    """The draft that was named, or the drafter; said neither, the draft that ships for the model, else n-grams."""
+    named = options.draft
+    if named is None and options.drafter is None:
+        named = shipped_draft(options.model)
+    if named is None:
+        drafter: str = options.drafter or "ngram"
+        return drafter
+    return load_draft(named, dtype=options.dtype, bits=options.draft_bits)
 
 
 def _pair(model: Any, draft: DraftLike, prompt: str, repeat: int, most: int, block_size: int | None) -> Pair:

@@ -555,6 +555,23 @@ def test_the_comparison_with_mlx_lm_runs(folder: Path, draft_folder: Path, monke
     assert ended.value.code == 0 and "identical tokens in 4 of 4, float32" in capsys.readouterr().out
 
 
+def test_the_comparison_takes_the_draft_that_ships() -> None:
+    """For its own model, where nothing else is said; for another model n-grams."""
+    script = Path(__file__).parents[1] / "benchmarks" / "mlx_compare.py"
+    names = runpy.run_path(str(script), run_name="compare")
+    loaded: list[Any] = []
+    names["_draft"].__globals__["load_draft"] = lambda name, **options: loaded.append(name)
+
+    def chosen(model: str, draft: str | None, drafter: str | None) -> Any:
+        options = types.SimpleNamespace(model=model, draft=draft, drafter=drafter, dtype=None, draft_bits=None)
+        return names["_draft"](options) or loaded.pop()
+
+    assert chosen(DEFAULT_MODEL, None, None) == DEFAULT_MODEL
+    assert chosen(DEFAULT_MODEL, "mine", None) == "mine"
+    assert [chosen(DEFAULT_MODEL, None, drafter) for drafter in ("ngram", "none")] == ["ngram", "none"]
+    assert chosen("other", None, None) == "ngram"
+
+
 # --- the default target -------------------------------------------------------------------------------
 
 

@@ -74,7 +74,7 @@ def decode(
     """
     prompts = [request.prompt for request in requests]
     sampling = [request.sampling for request in requests]
-    _check_prompts(target, prompts)
+    check_prompts(target, prompts)
     if target.context_length is not None:
         for request in requests:  # the last token of an answer is never read, so it may lie one past the context
             request.output.limit(target.context_length - len(request.prompt) + 1)
@@ -131,7 +131,13 @@ def _room(target: Target, lengths: list[int], remaining: list[int], block_size: 
     return max(room, 0)
 
 
-def _check_prompts(target: Target, prompts: Sequence[Sequence[int]]) -> None:
+def check_prompts(target: Target, prompts: Sequence[Sequence[int]]) -> None:
+    """Whether the target can take prompts.
+
+    Raises:
+        PromptTooLong: one does not fit its context.
+        RequestError: one is empty, or has ids that the target does not know.
+    """
     for prompt in prompts:
         if not prompt:
             raise RequestError("the prompt is empty: give at least one token")

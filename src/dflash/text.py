@@ -26,6 +26,16 @@ Message: TypeAlias = Mapping[str, Any]
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | TokenArray
 
 
+def joined(text: str) -> str:
+    """Text with halves of surrogate pairs joined; a half without its other one becomes U+FFFD."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def is_unicode(text: str) -> bool:
+    """False if it has half a surrogate pair, which no tokenizer, file or server takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
 # --- in ---------------------------------------------------------------------------------------------
 
 

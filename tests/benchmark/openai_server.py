@@ -1,6 +1,7 @@
 """A small real OpenAI-compatible server: a tiny model decoded by our own loop, streamed as server-sent events.
 
 What the question says makes it misbehave: ``slow``, ``drip`` (never ends), ``fail``, ``cut``, ``junk``, ``no usage``.
+``State.events`` are sent instead of an answer, ``State.page`` at ``/metrics`` (``drip``: no page ever ends).
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ class State:
     Attributes:
         flying, most: requests being served, and the most at a time.
         asked: bodies, in order.
+        events: of the stream, as they are sent, whatever is asked.
+        page: what ``/metrics`` has.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target | None) -> None:
         self.target = target
         self.lock = threading.Lock()
         self.model_lock = threading.Lock()
@@ -35,9 +38,13 @@ class State:
         self.rounds = self.proposed = self.accepted = 0
         self.positions = [0] * 8
         self.patience = threading.Event()
+        self.events: list[str] | None = None
+        self.page: str | None = None
 
     def metrics(self) -> str:
         """In Prometheus' text format, named as vLLM names them."""
+        if self.page is not None:
+            return self.page
         lines = ["# HELP vllm:spec_decode_num_drafts Number of spec decoding drafts."]
         for name, value in (
             ("drafts", self.rounds), ("draft_tokens", self.proposed), ("accepted_tokens", self.accepted)
@@ -58,7 +65,9 @@ class Handler(BaseHTTPRequestHandler):
         """Quietly."""
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
+        if self.state.page == "drip":
+            self._drip()
+        elif self.path == "/v1/models":
             self._whole(200, json.dumps({"data": [{"id": "tiny"}]}))
         elif self.path == "/metrics":
             self._whole(200, self.state.metrics())
@@ -93,7 +102,10 @@ class Handler(BaseHTTPRequestHandler):
         if "drip" in question:
             while not self.state.patience.wait(0.05):
                 self._chunk(b".")  # never a whole line
-        if "junk" in question:
+        if self.state.events is not None:
+            for event in self.state.events:
+                self._chunk(f"data: {event}\n\n".encode())
+        elif "junk" in question:
             self._chunk(b"data: {not json\n\n")
         elif "cut" in question:
             self._event({"choices": [{"delta": {"content": "half an ans"}, "finish_reason": None}]})
@@ -105,6 +117,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: dict[str, Any], question: str) -> None:
         state = self.state
+        assert state.target is not None
         time.sleep(0.05)  # so that requests overlap however quick the model
         with state.model_lock:
             responses = list(
@@ -127,6 +140,16 @@ class Handler(BaseHTTPRequestHandler):
             self._event({"choices": [], "usage": usage})
         self._chunk(b"data: [DONE]\n\n")
 
+    def _drip(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            while not self.state.patience.wait(0.05):
+                self._chunk(b"#")
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
     def _whole(self, status: int, text: str) -> None:
         data = text.encode()
         self.send_response(status)
@@ -143,7 +166,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def running(target: Target) -> Iterator[tuple[str, State]]:
+def running(target: Target | None) -> Iterator[tuple[str, State]]:
     """Its address up to ``/v1``, and what it counts."""
     state = State(target)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Handler,), {"state": state}))

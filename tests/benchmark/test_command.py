@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import dflash
 import tiny
-from dflash.benchmark.compare import comparison
+from dflash.benchmark.compare import _both, comparison
 from dflash.benchmark.figures import Parting
 from dflash.benchmark.pictures import draw
 from dflash.benchmark.report import coloured, page
@@ -121,6 +121,22 @@ def test_results_come_back_as_they_were(results: Results, tmp_path: Path) -> Non
     for name, message in (("bad.json", "format 99"), ("none.json", "cannot read")):
         with pytest.raises(RequestError, match=message):
             load(tmp_path / name)
+
+
+def test_what_is_no_results_is_refused_in_a_sentence(results: Results, tmp_path: Path) -> None:
+    whole = results.to_json()
+    record = whole["records"][0]
+    for name, value in (
+        ("settings", {}), ("settings", []), ("settings", {"datasets": {"x": {}}}), ("settings", {"datasets": {"x": 1}}),
+        ("records", [{**record, "answer": "x"}]), ("records", 3), ("systems", 3), ("partings", ["x"]),
+    ):  # fmt: skip
+        (tmp_path / "odd.json").write_text(json.dumps({**whole, name: value}))
+        with pytest.raises(RequestError, match=r"no results\.json of dflash benchmark"):
+            load(tmp_path / "odd.json")
+    for text in (b"\xff", b"[]", b"[" * 100_000):
+        (tmp_path / "odd.json").write_bytes(text)
+        with pytest.raises(RequestError, match=r"no results\.json of dflash benchmark"):
+            load(tmp_path / "odd.json")
 
 
 def test_the_report_stands_alone(measured: tuple[Path, Any], results: Results) -> None:
@@ -303,6 +319,31 @@ def test_two_results_are_compared(
     other = replace(results, systems={"server": "x"})
     with pytest.raises(RequestError, match="nothing to compare"):
         comparison(results, other, "a", "b")
+
+
+def test_only_the_same_prompts_are_compared(results: Results) -> None:
+    """A file may have changed between two runs: the same index, another prompt."""
+
+    def changed(*prompts: int) -> Results:
+        """Other first turns."""
+        return replace(
+            results,
+            records=[
+                replace(r, answer=replace(r.answer, prompt_digest="other"))
+                if r.turn == 0 and r.prompt in prompts
+                else r
+                for r in results.records
+            ],
+        )
+
+    first, *rest = sorted({r.prompt for r in results.of("plain", "mt-bench")})
+    for system in results.systems:
+        assert [len(side) for side in _both(results, changed(first), system, ["mt-bench"])] == [2, 2]
+        mine, yours = _both(results, changed(first), system, ["mt-bench"])
+        assert {r.prompt for r in (*mine, *yours)} == set(rest), "with all turns of it"
+    everything = changed(*{r.prompt for r in results.records})
+    with pytest.raises(RequestError, match="nothing to compare"):
+        comparison(results, everything, "a", "b")
 
 
 # --- what must be seen ------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from dflash.benchmark.run import Journal, Run
 from dflash.benchmark.systems import Asking, Loop, Talk, encode, final_text
 from dflash.difference import next_scores
 from dflash.drafters import NGramDrafter, NoDrafter
+from dflash.errors import NonFiniteScores
 from dflash.generate import generate
 from dflash.limits import Output
 from fakes import scripted
@@ -216,6 +217,44 @@ def test_a_prompt_without_room_is_a_counted_failure(system: str) -> None:
         tried = Loop("plain", small, NoDrafter(), asking)
     [(_, [answer])] = tried.converse([Talk(("far too long " * 4,))])
     assert "PromptTooLong" in str(answer.error)
+
+
+@pytest.mark.parametrize("system", ["loop", "transformers"])
+def test_one_bad_prompt_does_not_fail_its_batch(system: str) -> None:
+    picky = tiny.make_tokenizer()
+    picky.chat_template = (
+        "{% for m in messages %}{% if 'no' in m['content'] %}{{ raise_exception('not that') }}{% endif %}"
+        "{{ m['content'] }}{% endfor %}"
+    )
+    small = TorchTarget(tiny.model("llama", vocab_size=272, max_position_embeddings=32), picky, "small")
+    asking = Asking(max_new_tokens=3)
+    tried: Any = TransformersGenerate("t", small, asking, at_once=4)
+    if system == "loop":
+        tried = Loop("plain", small, NoDrafter(), asking, at_once=4)
+    together: list[int] = []
+    answer = tried._answer
+    tried._answer = lambda asked, *rest: (together.append(len(asked)), answer(asked, *rest))[1]
+    done = dict(tried.converse([Talk((turn,)) for turn in ("a", "far too long " * 4, "no", "b")]))
+    errors = [str(done[i][0].error) for i in range(4)]
+    assert errors[0] == errors[3] == "None" and "PromptTooLong" in errors[1] and "not that" in errors[2]
+    assert together == [2], "the others are still answered together"
+    assert [done[i][0].tokens for i in (0, 3)] == [tuple(greedy(small, turn, 3)[1]) for turn in ("a", "b")]
+
+
+def test_a_batch_that_fails_as_a_whole_is_asked_row_by_row(target: TorchTarget) -> None:
+    """For example one row's scores are not finite, which no prompt shows."""
+    loop = Loop("plain", target, NoDrafter(), Asking(max_new_tokens=3), at_once=3)
+    answer = loop._answer
+
+    def fragile(asked: Any, seeds: Any, asking: Any) -> Any:
+        if any(messages[0]["content"] == "bad" for messages in asked):
+            raise NonFiniteScores("the scores of bad are not finite")
+        return answer(asked, seeds, asking)
+
+    loop._answer = fragile  # type: ignore[method-assign]
+    done = dict(loop.converse([Talk((turn,)) for turn in ("a", "bad", "b")]))
+    assert [done[i][0].error for i in range(3)] == [None, "NonFiniteScores: the scores of bad are not finite", None]
+    assert done[2][0].tokens == tuple(greedy(target, "b", 3)[1])
 
 
 def test_transformers_samples_when_asked(target: TorchTarget) -> None:

@@ -110,6 +110,33 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
         Journal.open(tmp_path, SETTINGS, Share())
 
 
+ANSWER = '{"began": 0, "first": 1, "seconds": 1, "count": 1}'
+WHERE = '"system": "A", "dataset": "set", "prompt": 0, "turn": 0, "repeat": 0, "lane": "0.0"'
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe{}", b"[]", b"7", b"[" * 100_000, b'{"settings": "x"}', b'{"settings": 1}', b'{"records": 1}',
+        b'{"records": ["x"]}', f'{{"records": [{{{WHERE}, "answer": "x"}}]}}'.encode(),
+        f'{{"records": [{{{WHERE}, "answer": {ANSWER.replace("1}", "null}")}}}]}}'.encode(),
+        f'{{"records": [{{{WHERE.replace("0,", "[0],")}, "answer": {ANSWER}}}]}}'.encode(),
+        f'{{"records": [{{{WHERE}, "answer": {ANSWER[:-1]}, "split": 3}}}}]}}'.encode(),
+    ],
+)  # fmt: skip
+def test_what_is_no_journal_is_refused_in_a_sentence(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "records-0.jsonl").write_bytes(line + b"\n")
+    with pytest.raises(RequestError, match="no journal of a benchmark"):
+        Journal.open(tmp_path, SETTINGS, Share())
+
+
+def test_a_run_stopped_in_the_middle_of_a_character_goes_on(tmp_path: Path) -> None:
+    Journal.open(tmp_path, SETTINGS, Share())
+    with (tmp_path / "records-0.jsonl").open("ab") as file:
+        file.write('{"records": [{"text": "\u00e9'.encode()[:-1])
+    assert Journal.open(tmp_path, SETTINGS, Share()).starts == 1
+
+
 def test_text_of_all_kinds_survives_the_journal(tmp_path: Path) -> None:
     journal = Journal.open(tmp_path, SETTINGS, Share())
     answer = Answer(0.0, 1.0, 2.0, 1, text="a\u2028b\u0085c\nd \x00 é 𝄞", tokens=(1,))
@@ -205,3 +232,21 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         datasets.read("/nowhere/prompts.jsonl")
     with pytest.raises(RequestError, match="no alpaca-sample ships"):
         datasets.read("alpaca-sample")
+
+
+def test_no_set_is_called_as_the_line_over_all(tmp_path: Path) -> None:
+    (tmp_path / "all.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(RequestError, match="cannot be called all"):
+        datasets.read(str(tmp_path / "all.jsonl"))
+
+
+def test_half_a_pair_of_surrogates_is_no_prompt(tmp_path: Path) -> None:
+    """Nor does a byte order mark cost the first row."""
+    file = tmp_path / "mine.jsonl"
+    rows = ['{"turns": ["first"]}', '{"turns": ["a \\ud83d b"]}', *['{"prompt": "\\ud83d\\ude00"}'] * 18]
+    file.write_text("\ufeff" + "\n".join(rows), encoding="utf-8")
+    found = datasets.read(str(file))
+    assert found.talks[0] == ("first",) and found.talks[2] == ("\U0001f600",) and 1 not in found.talks
+    assert "1 with text that is not valid Unicode (half a surrogate pair)" in str(found.note)
+    with pytest.raises(RequestError, match="--prompt is not valid Unicode"):
+        datasets.one_prompt("\udcff")

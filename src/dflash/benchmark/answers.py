@@ -141,9 +141,11 @@ class Record:
         """What ``to_json`` wrote.
 
         Raises:
-            KeyError, TypeError, ValueError: it is something else.
+            KeyError, TypeError, AttributeError, ValueError: it is something else.
         """
         answer = dict(value["answer"])
+        _check_kinds(value, {"system": str, "dataset": str, "prompt": int, "turn": int, "repeat": int, "lane": str})
+        _check_kinds(answer, {"began": (int, float), "first": (int, float), "seconds": (int, float), "count": int})
         for name, build in (("rounds", _rounds), ("split", _split), ("counted", _counted)):
             if name in answer:
                 answer[name] = build(answer[name])
@@ -151,6 +153,17 @@ class Record:
             if name in answer:
                 answer[name] = tuple(answer[name])
         return cls(**{**value, "answer": Answer(**answer)})
+
+
+def _check_kinds(value: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """What figures and tables are made of must be of its kind.
+
+    Raises:
+        KeyError, TypeError: something is not there, or of another kind.
+    """
+    for name, kind in kinds.items():
+        if not isinstance(value[name], kind):
+            raise TypeError(f"{name} is {value[name]!r}")
 
 
 def _rounds(value: Iterable[Sequence[int]]) -> tuple[Round, ...]:

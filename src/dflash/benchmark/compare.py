@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -16,6 +16,9 @@ from dflash.benchmark.figures import Figures, Ratio, figures
 from dflash.benchmark.results import ALL, Results
 from dflash.benchmark.table import NOTHING, speedup
 from dflash.errors import RequestError
+
+Key: TypeAlias = tuple[str, int, int, int]
+"""Data set, prompt, turn, repeat: of a record."""
 
 _COLUMNS = (
     "system",
@@ -102,13 +105,24 @@ def _row(one: Results, other: Results, system: str, dataset: str, datasets: list
 
 
 def _both(one: Results, other: Results, system: str, datasets: list[str]) -> tuple[list[Record], list[Record]]:
-    """The answers to what both answered, in the same order."""
+    """The answers to what both answered, in the same order.
+
+    A file may have changed in between, so an index alone names no prompt: a conversation counts only if it began with
+    the same prompt in both. Its later prompts hold the answers, and may differ.
+    """
     mine, yours = (
         {r.key: r for r in results.of(system, ALL) if r.dataset in datasets and r.answer.error is None}
         for results in (one, other)
     )
-    keys = [key for key in mine if key in yours]
+    keys = [key for key in mine if key in yours and _first_prompt(mine, key) == _first_prompt(yours, key)]
     return [mine[key] for key in keys], [yours[key] for key in keys]
+
+
+def _first_prompt(records: Mapping[Key, Record], key: Key) -> str | None:
+    """The digest of what began the conversation of a record."""
+    dataset, prompt, _, repeat = key
+    first = records.get((dataset, prompt, 0, repeat))
+    return None if first is None else first.answer.prompt_digest
 
 
 def _within(results: Results, system: str, records: list[Record]) -> Figures:

@@ -6,6 +6,7 @@ with ``--enable-metrics``, a gauge at ``/metrics``. Its mean is of all that the 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from dflash.benchmark.answers import Counted
 
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{.*\})?\s+(\S+)(?:\s+\d+)?$")
-_POSITION = re.compile(r'position="(\d+)"')
+_POSITION = re.compile(r'position="([0-9]{1,4})"')  # no block is wider: another number would only fill the memory
 _VLLM = {
     "vllm:spec_decode_num_drafts": "rounds",
     "vllm:spec_decode_num_draft_tokens": "proposed",
@@ -32,7 +33,9 @@ def from_metrics(text: str) -> Counted | None:
         found = _SAMPLE.match(line)
         if found is None:
             continue
-        name, value = found[1].removesuffix("_total"), float(found[3])
+        name, value = found[1].removesuffix("_total"), _finite(found[3])
+        if value is None:
+            continue
         if name in _VLLM:  # one line for each engine of the server
             sums[_VLLM[name]] = sums.get(_VLLM[name], 0.0) + value
         elif name == _VLLM_BY_POSITION and (position := _POSITION.search(found[2] or "")):
@@ -49,8 +52,24 @@ def from_metrics(text: str) -> Counted | None:
 def from_server_info(info: Any) -> Counted | None:
     """SGLang's own page; None where it says nothing of speculation."""
     states = info.get("internal_states") if isinstance(info, Mapping) else None
-    lengths = [state.get("avg_spec_accept_length") for state in states or [] if isinstance(state, Mapping)]
-    return _mean([float(length) for length in lengths if isinstance(length, (int, float))])
+    if not isinstance(states, list):
+        return None
+    lengths = [state.get("avg_spec_accept_length") for state in states if isinstance(state, Mapping)]
+    known = [_finite(length) for length in lengths if isinstance(length, (int, float))]
+    return _mean([length for length in known if length is not None])
+
+
+MOST = 2.0**63
+"""No counter goes further; sums and differences of less are finite, too."""
+
+
+def _finite(value: str | float) -> float | None:
+    """A published value as a number; None for NaN, infinity and what is no number."""
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) and abs(number) < MOST else None
 
 
 def _mean(lengths: list[float]) -> Counted | None:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash.benchmark.answers import digest
+from dflash.benchmark.results import ALL
 from dflash.errors import RequestError
+from dflash.text import is_unicode
 from dflash.train.prompts import Conversation, read_prompts, spread
 
 SAMPLES = Path(__file__).parent / "data"
@@ -75,7 +77,13 @@ class Dataset:
 
 
 def one_prompt(text: str) -> Dataset:
-    """A set of one."""
+    """A set of one.
+
+    Raises:
+        RequestError: it is not valid Unicode.
+    """
+    if not is_unicode(text):
+        raise RequestError("--prompt is not valid Unicode text (it has half a surrogate pair)")
     return Dataset("prompt", "--prompt", {0: (text,)})
 
 
@@ -107,6 +115,8 @@ def read(name: str, max_samples: int | None = None) -> Dataset:
 def _file(name: str, file: Path, max_samples: int | None, note: str | None = None) -> Dataset:
     if not file.expanduser().is_file() and file.suffix:
         raise RequestError(f"{file} does not exist: give a JSONL file, or one of {', '.join(HUB)}")
+    if name == ALL:
+        raise RequestError(f"{file}: a data set cannot be called {ALL}, as the line over all sets is: rename the file")
     prompts = read_prompts(file)
     if prompts.skipped:
         reasons = ", ".join(f"{count} with {reason}" for reason, count in prompts.skipped.items())

@@ -10,15 +10,16 @@ import asyncio
 import json
 import queue
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dflash.benchmark import counters
 from dflash.benchmark.answers import Answer, Counted, digest, failed
 from dflash.benchmark.clock import Clock, wall
 from dflash.benchmark.systems import WARM_UP_TOKENS, Asking, Messages, Talk, final_text
 from dflash.errors import RequestError
+from dflash.text import joined
 
 if TYPE_CHECKING:
     import httpx2 as httpx
@@ -27,7 +28,10 @@ ROUNDS_OF_REQUESTS = 4
 """A server is handed this many times as many conversations as it may have in flight, so that it stays busy."""
 
 COUNTERS_TIMEOUT = 10.0
-"""Seconds for a page of counters, which a server may not have."""
+"""Seconds for all pages that may have counters, however slowly they come; and for the list of models."""
+
+MOST_TOKENS = 2**31
+"""No answer has more: a larger number was not counted."""
 
 
 def _httpx() -> Any:
@@ -41,6 +45,9 @@ def _httpx() -> Any:
     except ImportError as error:
         raise RequestError("to benchmark a server: pip install 'dflash[bench]'") from error
     return httpx2
+
+
+Kind = TypeVar("Kind", dict[str, Any], list[Any], str)
 
 
 class BadAnswer(Exception):
@@ -64,21 +71,68 @@ class _Stream:
     finish: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
 
-    def take(self, data: dict[str, Any], seconds: float) -> None:
-        """One event."""
-        if data.get("error"):
-            raise BadAnswer(f"the stream says: {data['error']}")
-        self.usage = data.get("usage") or self.usage
-        for choice in data.get("choices") or []:
-            delta = choice.get("delta") or {}
-            thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-            said = delta.get("content") or ""
-            if thought or said:
-                self.first = seconds if self.first is None else self.first
-            self.text += thought + said
-            self.spoken += said
-            self.finish = choice.get("finish_reason") or self.finish
+    def take(self, event: Any, seconds: float) -> None:
+        """One event.
+
+        Raises:
+            BadAnswer: it is an error, or not as the protocol has it.
+        """
+        if not isinstance(event, dict):
+            raise BadAnswer(f"an event of the stream is no object: {repr(event)[:80]}")
+        if event.get("error"):
+            raise BadAnswer(f"the stream says: {str(event['error'])[:200]}")
+        self.usage = _member(event, "usage", dict) or self.usage
+        for choice in _member(event, "choices", list):
+            if not isinstance(choice, dict):
+                raise BadAnswer(f"a choice in the stream is no object: {repr(choice)[:80]}")
+            self._take_choice(choice, seconds)
         self.seconds = seconds
+
+    def _take_choice(self, choice: dict[str, Any], seconds: float) -> None:
+        delta = _member(choice, "delta", dict)
+        thought = _member(delta, "reasoning_content", str) or _member(delta, "reasoning", str)
+        said = _member(delta, "content", str)
+        if thought or said:
+            self.first = seconds if self.first is None else self.first
+        self.text += thought + said
+        self.spoken += said
+        self.finish = _member(choice, "finish_reason", str) or self.finish
+
+    def end(self) -> None:
+        """Nothing more comes. Only now, for one event may end in the middle of an emoji and the next go on there."""
+        self.text, self.spoken = joined(self.text), joined(self.spoken)
+
+
+def _member(value: dict[str, Any], name: str, kind: Callable[[], Kind]) -> Kind:
+    """A member that must be of this kind where it is there at all; else an empty one.
+
+    Raises:
+        BadAnswer: it is of another kind.
+    """
+    empty = kind()
+    found = value.get(name)
+    if found is None:
+        return empty
+    if not isinstance(found, type(empty)):
+        raise BadAnswer(f"{name} in the stream is not of the kind the protocol has: {repr(found)[:80]}")
+    return found
+
+
+def _check_address(base_url: str) -> None:
+    """Whether there can be a server at this address.
+
+    Raises:
+        RequestError: it is no address of one, or the HTTP client is not installed.
+    """
+    httpx2 = _httpx()
+    reason = ""
+    try:
+        host = httpx2.URL(base_url).host
+        host.encode("idna")  # as the resolver will: the client itself does not look at every label
+    except (httpx2.InvalidURL, UnicodeError) as error:
+        host, reason = "", f" ({error})"
+    if not host or not base_url.startswith(("http://", "https://")):
+        raise RequestError(f"--base-url must be like http://localhost:8000/v1, not {base_url!r}{reason}")
 
 
 class Server:
@@ -107,11 +161,11 @@ class Server:
             timeout: seconds for one whole request.
 
         Raises:
-            RequestError: the HTTP client is not installed, or that is no address.
+            RequestError: the HTTP client is not installed, that is no address, or no header can carry the key.
         """
-        _httpx()
-        if not base_url.startswith(("http://", "https://")):
-            raise RequestError(f"--base-url must be like http://localhost:8000/v1, not {base_url!r}")
+        _check_address(base_url)
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise RequestError("OPENAI_API_KEY has characters that an HTTP header cannot carry: give printable ASCII")
         self.name = name
         self.model = model
         self.at_once = ROUNDS_OF_REQUESTS * concurrency
@@ -119,7 +173,7 @@ class Server:
         self._asking = asking
         self._concurrency = concurrency
         self._timeout = timeout
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._headers = {} if not api_key else {"Authorization": f"Bearer {api_key}"}
         self._clock = clock
 
     def warm_up(self, turn: str) -> None:
@@ -192,7 +246,7 @@ class Server:
         except asyncio.TimeoutError:
             error = f"not over after {self._timeout:g} seconds"
         except (_httpx().HTTPError, BadAnswer) as failure:
-            error = f"{type(failure).__name__}: {failure}".strip(": ")
+            error = joined(f"{type(failure).__name__}: {failure}".strip(": "))
         return failed(began, self._clock() - began, error), ""
 
     def _body(self, messages: Messages, seed: int, asking: Asking) -> dict[str, Any]:
@@ -224,25 +278,29 @@ class Server:
                     continue
                 try:
                     event = json.loads(data)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise BadAnswer(f"a line of the stream is not JSON: {data[:80]!r}") from error
                 stream.take(event, self._clock() - began)
+        stream.end()
         return stream
 
     def _measured(self, stream: _Stream, began: float, messages: Messages) -> Answer:
         if stream.finish is None:
             raise BadAnswer("the stream broke off before a finish reason")
         count = stream.usage.get("completion_tokens")
-        if not count or stream.first is None:
+        if count is None or stream.first is None:
             raise BadAnswer("no text, or no usage, in the stream: its tokens cannot be counted")
+        if type(count) is not int or not 0 < count <= MOST_TOKENS:
+            raise BadAnswer(f"completion_tokens in the stream is no number of tokens: {repr(count)[:80]}")
+        asked = stream.usage.get("prompt_tokens")
         return Answer(
             began=began,
             first=stream.first,
             seconds=stream.seconds,
             count=count,
-            finish=stream.finish,
+            finish=joined(stream.finish),
             text=stream.text,
-            prompt_tokens=stream.usage.get("prompt_tokens"),
+            prompt_tokens=asked if type(asked) is int and 0 <= asked <= MOST_TOKENS else None,
             prompt_digest=digest(messages),
         )
 
@@ -252,21 +310,28 @@ class Server:
         Raises:
             RequestError: it names none.
         """
-        httpx2 = _httpx()
+        address = f"{self._base}/models"
         try:
-            response = httpx2.get(f"{self._base}/models", headers=self._headers, timeout=COUNTERS_TIMEOUT)
-            return str(response.raise_for_status().json()["data"][0]["id"])
-        except (httpx2.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise RequestError(f"{self._base}/models does not name a model ({error}): give --model") from error
+            response = asyncio.run(asyncio.wait_for(self._get(address), COUNTERS_TIMEOUT))
+            return joined(str(response.raise_for_status().json()["data"][0]["id"]))
+        except asyncio.TimeoutError as error:
+            raise RequestError(f"{address} names no model in {COUNTERS_TIMEOUT:g} seconds: give --model") from error
+        except (_httpx().HTTPError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+            raise RequestError(f"{address} does not name a model ({error}): give --model") from error
 
     def counters(self) -> Counted | None:
-        """What the server publishes of its speculation; None if nothing."""
+        """What the server publishes of its speculation; None if nothing, or not in time."""
+        try:
+            return asyncio.run(asyncio.wait_for(self._counters(), COUNTERS_TIMEOUT))
+        except asyncio.TimeoutError:  # the client's own timeout is of one read: a page that drips would never end
+            return None
+
+    async def _counters(self) -> Counted | None:
         root = self._base.removesuffix("/v1")
-        httpx2 = _httpx()
-        with httpx2.Client(timeout=COUNTERS_TIMEOUT, headers=self._headers) as client:
+        async with self._client() as client:
             for page in ("/metrics", "/server_info", "/get_server_info"):
                 try:
-                    response = client.get(root + page)
+                    response = await client.get(root + page)
                     if response.status_code != 200:
                         continue
                     text = response.text
@@ -275,11 +340,15 @@ class Server:
                         if page == "/metrics"
                         else counters.from_server_info(json.loads(text))
                     )
-                except (httpx2.HTTPError, ValueError):  # no such page, or something else at that address
+                except (_httpx().HTTPError, ValueError, RecursionError):  # no such page, or something else there
                     continue
                 if counted is not None:
                     return counted
         return None
+
+    async def _get(self, address: str) -> httpx.Response:
+        async with self._client() as client:
+            return await client.get(address)
 
 
 def in_background(items: AsyncIterator[Any]) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from dflash.benchmark.answers import Answer, Round, cut, digest
 from dflash.benchmark.clock import Clock, device_wait, wall
 from dflash.benchmark.memory import PeakMemory
-from dflash.benchmark.systems import WARM_UP_TOKENS, Asking, Messages, Talk, encode, turn_by_turn
+from dflash.benchmark.systems import WARM_UP_TOKENS, Asking, Messages, Talk, check, encode, turn_by_turn
 from dflash.errors import PromptTooLong, RequestError
 from dflash.protocols import Target
 from dflash.text import text_of
@@ -55,7 +55,12 @@ class TransformersGenerate:
 
     def converse(self, talks: Sequence[Talk]) -> Iterator[tuple[int, list[Answer]]]:
         """See ``System``."""
-        return turn_by_turn(talks, lambda asked, seeds: self._answer(asked, seeds, self._asking), self._clock)
+        return turn_by_turn(
+            talks,
+            lambda messages: check(self._target, messages, self._asking),
+            lambda asked, seeds: self._answer(asked, seeds, self._asking),
+            self._clock,
+        )
 
     def _answer(self, asked: list[Messages], seeds: list[int], asking: Asking) -> list[Answer]:
         target = self._target
@@ -205,7 +210,12 @@ class MlxGenerate:
 
     def converse(self, talks: Sequence[Talk]) -> Iterator[tuple[int, list[Answer]]]:
         """See ``System``."""
-        return turn_by_turn(talks, lambda asked, seeds: self._answer(asked, seeds, self._asking), self._clock)
+        return turn_by_turn(
+            talks,
+            lambda messages: check(self._target, messages, self._asking),
+            lambda asked, seeds: self._answer(asked, seeds, self._asking),
+            self._clock,
+        )
 
     def _answer(self, asked: list[Messages], seeds: list[int], asking: Asking) -> list[Answer]:
         import mlx.core as mx

@@ -115,23 +115,36 @@ def load(file: Path) -> Results:
     """
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-        if value["dflash_benchmark"] != FORMAT:
-            raise RequestError(f"{file} is of format {value['dflash_benchmark']}, this version reads {FORMAT}")
-        return Results(
-            command=value["command"],
-            complete=value["complete"],
-            settings=value["settings"],
-            environment=value["environment"],
-            systems=value["systems"],
-            baseline=value["baseline"],
-            comparable=tuple(value["comparable"]),
-            records=[Record.from_json(record) for record in value["records"]],
-            partings=[_parting(parting) for parting in value["partings"]],
-        )
+        found = value["dflash_benchmark"]
+        results = _results(value) if found == FORMAT else None
     except OSError as error:
         raise RequestError(f"cannot read {file}: {error.strerror}") from error
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise RequestError(f"{file} is no results.json of dflash benchmark ({error!r})") from error
+    if results is None:
+        raise RequestError(f"{file} is of format {found}, this version reads {FORMAT}")
+    return results
+
+
+def _results(value: dict[str, Any]) -> Results:
+    """What ``to_json`` wrote.
+
+    Raises:
+        KeyError, TypeError, AttributeError, ValueError: it is something else.
+    """
+    for one in value["settings"]["datasets"].values():
+        one["source"].encode()  # text: two results share prompts only where they were read from the same place
+    return Results(
+        command=value["command"],
+        complete=value["complete"],
+        settings=value["settings"],
+        environment=dict(value["environment"]),
+        systems=dict(value["systems"]),
+        baseline=value["baseline"],
+        comparable=tuple(value["comparable"]),
+        records=[Record.from_json(record) for record in value["records"]],
+        partings=[_parting(parting) for parting in value["partings"]],
+    )
 
 
 def _parting(value: dict[str, Any]) -> Parting:

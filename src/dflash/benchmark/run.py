@@ -77,21 +77,32 @@ class Journal:
             file.write(json.dumps(value, ensure_ascii=False) + "\n")
 
     def _read(self, file: Path) -> None:
-        text = file.read_text(encoding="utf-8")
+        data = file.read_bytes()
         own = file.name == JOURNAL.format(rank=self.share.rank)
-        if own and not text.endswith("\n"):  # stopped in the middle of a line: that conversation is had again
-            text = text[: text.rfind("\n") + 1]
-            file.write_text(text, encoding="utf-8")
-        for line in text.split("\n")[:-1]:  # the last is empty, or being written by another process
+        if own and not data.endswith(b"\n"):  # stopped in the middle of a line: that conversation is had again
+            data = data[: data.rfind(b"\n") + 1]
+            file.write_bytes(data)
+        for line in data.split(b"\n")[:-1]:  # the last is empty, or being written by another process
             try:
-                value = json.loads(line)
-                if "settings" in value:
-                    refuse_others(file.parent, value["settings"], self.settings)
-                    self.starts += own
-                else:
-                    self.records += [Record.from_json(one) for one in value["records"]]
-            except (KeyError, TypeError, json.JSONDecodeError) as error:
+                settings, records = _parsed(line)
+            except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
                 raise RequestError(f"{file} is no journal of a benchmark ({error!r}): give another --output") from error
+            if settings is not None:
+                refuse_others(file.parent, settings, self.settings)
+                self.starts += own
+            self.records += records
+
+
+def _parsed(line: bytes) -> tuple[dict[str, Any] | None, list[Record]]:
+    """The settings on a line of a journal, or the records.
+
+    Raises:
+        KeyError, TypeError, AttributeError, ValueError, RecursionError: it is something else.
+    """
+    value = json.loads(line.decode("utf-8"))
+    if "settings" in value:
+        return dict(value["settings"]), []
+    return None, [Record.from_json(one) for one in value["records"]]
 
 
 def refuse_others(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 from dflash.benchmark.answers import Answer, Round, Split, digest, failed
 from dflash.benchmark.clock import Clock, Stopwatch, TimedDrafter, TimedTarget, device_wait, wall
 from dflash.benchmark.memory import PeakMemory
-from dflash.decode import PREFILL_CHUNK, Emission
+from dflash.decode import PREFILL_CHUNK, Emission, check_prompts
 from dflash.errors import DFlashError
 from dflash.generate import start
 from dflash.protocols import Drafter, Target
@@ -117,7 +117,12 @@ class Loop:
 
     def converse(self, talks: Sequence[Talk]) -> Iterator[tuple[int, list[Answer]]]:
         """See ``System``."""
-        return turn_by_turn(talks, lambda asked, seeds: self._answer(asked, seeds, self._asking), self._clock)
+        return turn_by_turn(
+            talks,
+            lambda messages: check(self._target, messages, self._asking),
+            lambda asked, seeds: self._answer(asked, seeds, self._asking),
+            self._clock,
+        )
 
     def _answer(self, asked: list[Messages], seeds: list[int], asking: Asking) -> list[Answer]:
         """One batch. The clock runs while the loop works: not between its rounds."""
@@ -217,10 +222,18 @@ class _Row:
         )
 
 
+Ask: TypeAlias = Callable[[list[Messages], list[int]], list[Answer]]
+"""Answers to prompts with these seeds, made together."""
+
+
 def turn_by_turn(
-    talks: Sequence[Talk], answer: Callable[[list[Messages], list[int]], list[Answer]], clock: Clock
+    talks: Sequence[Talk], check: Callable[[Messages], None], answer: Ask, clock: Clock
 ) -> Iterator[tuple[int, list[Answer]]]:
-    """Have conversations side by side: first turns together, then the second turns of those that have one."""
+    """Have conversations side by side: first turns together, then the second turns of those that have one.
+
+    Args:
+        check: raises a ``DFlashError`` for a prompt that cannot be asked: it fails alone, the others go together.
+    """
     history: list[Messages] = [[] for _ in talks]
     answers: list[list[Answer]] = [[] for _ in talks]
     alive = list(range(len(talks)))
@@ -230,15 +243,52 @@ def turn_by_turn(
             break
         for i in alive:
             history[i] += _ask(talks[i].turns[turn])
+        given = dict(_refused(alive, history, check, clock))
+        sound = [i for i in alive if i not in given]
+        if sound:
+            asked, seeds = [history[i] for i in sound], [talks[i].seed + turn for i in sound]
+            given.update(zip(sound, _together_or_singly(asked, seeds, answer, clock), strict=True))
+        for i in alive:
+            answers[i].append(given[i])
+            history[i].append({"role": "assistant", "content": final_text(given[i].text)})
+    yield from enumerate(answers)
+
+
+def _refused(
+    alive: Sequence[int], history: Sequence[Messages], check: Callable[[Messages], None], clock: Clock
+) -> Iterator[tuple[int, Answer]]:
+    """Those that cannot be asked: the template refuses the messages, they do not fit the context ..."""
+    for i in alive:
         began = clock()
         try:
-            given = answer([history[i] for i in alive], [talks[i].seed + turn for i in alive])
-        except DFlashError as error:  # the template refuses these messages, they do not fit the context ...
-            given = [failed(began, clock() - began, f"{type(error).__name__}: {error}")] * len(alive)
-        for i, one in zip(alive, given, strict=True):
-            answers[i].append(one)
-            history[i].append({"role": "assistant", "content": final_text(one.text)})
-    yield from enumerate(answers)
+            check(history[i])
+        except DFlashError as error:
+            yield i, _failure(began, clock, error)
+
+
+def _together_or_singly(asked: list[Messages], seeds: list[int], answer: Ask, clock: Clock) -> list[Answer]:
+    """The answers to a batch. If it fails as a whole, each row is asked alone, so that only those at fault fail."""
+    began = clock()
+    try:
+        return answer(asked, seeds)
+    except DFlashError as error:
+        if len(asked) == 1:
+            return [_failure(began, clock, error)]
+    alone = (_together_or_singly([one], [seed], answer, clock) for one, seed in zip(asked, seeds, strict=True))
+    return [only for [only] in alone]
+
+
+def _failure(began: float, clock: Clock, error: DFlashError) -> Answer:
+    return failed(began, clock() - began, f"{type(error).__name__}: {error}")
+
+
+def check(target: Target, messages: Messages, asking: Asking) -> None:
+    """Whether a target can be asked this.
+
+    Raises:
+        RequestError: the template refuses the messages, or the prompt does not fit the target's context.
+    """
+    check_prompts(target, [encode(target.tokenizer, messages, asking)])
 
 
 def _ask(turn: str) -> Messages:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.errors import RequestError
+from dflash.text import is_unicode
 
 MAX_SKIPPED = 0.1
 """Share of malformed rows above which a file is taken for another format."""
@@ -81,21 +82,21 @@ Row = tuple[tuple[str, ...], str, str | None]
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for line in lines:
             if not line.strip():
                 yield (), "", "an empty line"
                 continue
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 yield (), "", "not JSON"
                 continue
             yield _row(row, path.stem)
 
 
 def _lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for line in lines:
             text = line.strip()
             yield ((text,), path.stem, None) if text else ((), "", "an empty line")
@@ -127,4 +128,7 @@ def _row(row: Any, source: str) -> Row:
         return (), "", "no user turn"
     if not all(isinstance(turn, str) and turn.strip() for turn in turns):
         return (), "", "an empty turn, or one that is no text"
-    return tuple(turns), str(row.get("source", source)), None
+    named = str(row.get("source", source))
+    if not all(is_unicode(text) for text in (*turns, named)):  # JSON can spell half a pair: "\ud83d"
+        return (), "", "text that is not valid Unicode (half a surrogate pair)"
+    return tuple(turns), named, None
