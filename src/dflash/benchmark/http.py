@@ -10,7 +10,7 @@ import asyncio
 import json
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -47,7 +47,7 @@ def _httpx() -> Any:
     return httpx2
 
 
-Kind = TypeVar("Kind", dict[str, Any], list[Any], str)
+Kind = TypeVar("Kind")
 
 
 class BadAnswer(Exception):
@@ -81,35 +81,34 @@ class _Stream:
             raise BadAnswer(f"an event of the stream is no object: {repr(event)[:80]}")
         if event.get("error"):
             raise BadAnswer(f"the stream says: {str(event['error'])[:200]}")
-        self.usage = _member(event, "usage", dict) or self.usage
-        for choice in _member(event, "choices", list):
+        self.usage = _member(event, "usage", {}) or self.usage
+        for choice in _member(event, "choices", []):
             if not isinstance(choice, dict):
                 raise BadAnswer(f"a choice in the stream is no object: {repr(choice)[:80]}")
             self._take_choice(choice, seconds)
         self.seconds = seconds
 
     def _take_choice(self, choice: dict[str, Any], seconds: float) -> None:
-        delta = _member(choice, "delta", dict)
-        thought = _member(delta, "reasoning_content", str) or _member(delta, "reasoning", str)
-        said = _member(delta, "content", str)
+        delta = _member(choice, "delta", {})
+        thought = _member(delta, "reasoning_content", "") or _member(delta, "reasoning", "")
+        said = _member(delta, "content", "")
         if thought or said:
             self.first = seconds if self.first is None else self.first
         self.text += thought + said
         self.spoken += said
-        self.finish = _member(choice, "finish_reason", str) or self.finish
+        self.finish = _member(choice, "finish_reason", "") or self.finish
 
     def end(self) -> None:
         """Nothing more comes. Only now, for one event may end in the middle of an emoji and the next go on there."""
         self.text, self.spoken = joined(self.text), joined(self.spoken)
 
 
-def _member(value: dict[str, Any], name: str, kind: Callable[[], Kind]) -> Kind:
-    """A member that must be of this kind where it is there at all; else an empty one.
+def _member(value: dict[str, Any], name: str, empty: Kind) -> Kind:
+    """A member that must be of the kind of ``empty`` where it is there at all; else that.
 
     Raises:
         BadAnswer: it is of another kind.
     """
-    empty = kind()
     found = value.get(name)
     if found is None:
         return empty
