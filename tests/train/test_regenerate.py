@@ -228,6 +228,21 @@ def test_a_corpus_keeps_whole_conversations_apart(target: TorchTarget, tmp_path:
     assert corpus.vocabulary().tolist() == sorted(answered)
 
 
+def test_what_was_learned_from_is_not_kept_apart_later(target: TorchTarget, tmp_path: Path) -> None:
+    """A corpus that has grown, and a prompt that was answered twice."""
+    talks = [Conversation(i, "a", (f"question {i}",)) for i in range(24)]
+    files = [tmp_path / f"{i}.jsonl" for i in range(3)]
+    regenerate(target, None, talks[:12], files[0], settings())
+    regenerate(target, None, talks[12:], files[1], settings())
+    regenerate(target, None, talks, files[2], settings(sampling=SamplingParams(temperature=1.0, seed=1)))
+    before, after = read_corpus(files[:1], 4, 100), read_corpus(files, 4, 100)
+    learned = {s.ids[: s.prompt] for s in before.train}
+    apart = {s.ids[: s.prompt] for s in after.held_out}
+    assert len(apart) == 4 and len(after.held_out) == 8
+    assert not apart & learned
+    assert not apart & {s.ids[: s.prompt] for s in after.train}
+
+
 def test_names_of_files_do_not_matter(target: TorchTarget, tmp_path: Path) -> None:
     """Dots in a name, and two files of one name."""
     files = [tmp_path / folder / "answers.v2-1.7b.jsonl" for folder in ("a", "b")]

@@ -82,14 +82,15 @@ class _Stream:
         if event.get("error"):
             raise BadAnswer(f"the stream says: {str(event['error'])[:200]}")
         self.usage = _member(event, "usage", {}) or self.usage
-        for choice in _member(event, "choices", []):
+        choices: list[Any] = _member(event, "choices", [])
+        for choice in choices:
             if not isinstance(choice, dict):
                 raise BadAnswer(f"a choice in the stream is no object: {repr(choice)[:80]}")
             self._take_choice(choice, seconds)
         self.seconds = seconds
 
     def _take_choice(self, choice: dict[str, Any], seconds: float) -> None:
-        delta = _member(choice, "delta", {})
+        delta: dict[str, Any] = _member(choice, "delta", {})
         thought = _member(delta, "reasoning_content", "") or _member(delta, "reasoning", "")
         said = _member(delta, "content", "")
         if thought or said:

@@ -87,7 +87,7 @@ class Corpus:
 def read_corpus(paths: SequenceOf[Path], held_out: int, max_length: int) -> Corpus:
     """Read answer files of ``dflash regenerate``.
 
-    Whole conversations are kept apart, evenly spread over the files, so that no text is on both sides.
+    Whole conversations are kept apart, with all answers to their prompts, so that no text is on both sides.
 
     Args:
         held_out: how many answers to keep apart, about.
@@ -117,15 +117,29 @@ def read_corpus(paths: SequenceOf[Path], held_out: int, max_length: int) -> Corp
                 skipped["no two answer tokens"] = skipped.get("no two answer tokens", 0) + 1
     if not sequences:
         raise RequestError(f"{', '.join(map(str, paths))}: no answer has two tokens: nothing to learn from")
-    conversations = sorted({s.conversation for s in sequences})
-    # Shuffled by a fixed seed: the same conversations are kept apart when the file has only grown at its end or not.
-    order = torch.randperm(len(conversations), generator=torch.Generator().manual_seed(0)).tolist()
-    apart = {conversations[i] for i in order[: min(held_out, len(conversations) // 2)]}
+    apart = _apart(sequences, held_out)
     return Corpus(
         [s for s in sequences if s.conversation not in apart],
         [s for s in sequences if s.conversation in apart],
         skipped,
     )
+
+
+def _apart(sequences: SequenceOf[Sequence], count: int) -> set[str]:
+    """Conversations to keep apart, about ``count``, at most half: those whose first prompts have the least digests.
+
+    So answers to one prompt are on one side, whatever file they are in; and when a corpus has grown, none that was
+    learned from before is kept apart now.
+    """
+    first: dict[str, tuple[int, ...]] = {}
+    for sequence in sequences:
+        prompt = sequence.ids[: sequence.prompt]
+        known = first.setdefault(sequence.conversation, prompt)
+        if len(prompt) < len(known):
+            first[sequence.conversation] = prompt
+    digests = {name: hashlib.sha256(repr(prompt).encode()).digest() for name, prompt in first.items()}
+    chosen = set(sorted(set(digests.values()))[: min(count, len(set(digests.values())) // 2)])
+    return {name for name, digest in digests.items() if digest in chosen}
 
 
 @dataclass(frozen=True, eq=False)
