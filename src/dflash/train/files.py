@@ -31,6 +31,7 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
         save_file(dict(tensors), beside, metadata={"format": "pt"})
     except SafetensorError as error:  # what its library makes of an error of the system
         raise CheckpointError(f"{file} cannot be written: {error}") from error
+    beside.chmod(0o644)  # its library lets only the owner read
     os.replace(beside, file)
 
 
