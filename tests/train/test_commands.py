@@ -134,6 +134,10 @@ def test_a_draft_that_is_gone_on_from_keeps_its_shape(answers: Path, target_fold
     for option in (["--layers", 2], ["--taps", "0,1"], ["--block-size", 8], ["--mask-token", 5]):
         told = run(*common, "--output", tmp_path / "x", "--start", base, *option, code=2)
         assert "leave it out to go on from that draft" in " ".join(told.output.split())
+    (base / "config.json").unlink()  # as a run that was stopped leaves its folder
+    run(*common, "--output", tmp_path / "on2", "--start", base)
+    have, want = (dflash.load_draft(tmp_path / name, dtype="float32").state_dict() for name in ("on2", "on"))
+    assert all(torch.allclose(have[name], want[name], atol=2e-2) for name in want)
     stranger = tiny.save_draft(tiny.draft(tiny.target("qwen3"), hidden_size=32), tmp_path / "stranger")
     told = run(*common, "--output", tmp_path / "x", "--start", stranger, code=2)
     assert "does not fit target" in " ".join(told.output.split())

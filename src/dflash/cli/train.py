@@ -45,7 +45,7 @@ def train(
         str,
         typer.Option(
             metavar="FROM",
-            help="target, random, or the folder of a draft, which keeps its shape.",
+            help="target, random, or the folder of a draft or of a stopped run, which keeps its shape.",
             rich_help_panel=_DRAFT,
         ),
     ] = "target",

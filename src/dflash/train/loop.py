@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.target import TorchTarget
+from dflash.draft_config import DFlashConfig
 from dflash.errors import DFlashError, RequestError
 from dflash.train import checkpoint
 from dflash.train.blocks import Batch, block_states, layer_over_context, recomputed
@@ -400,6 +401,17 @@ def _check_same(file: Path, run: dict[str, Any]) -> None:
         names = {"answers": "set of answers (--data, --held-out, --max-length)"}
         what = names.get(differing[0], differing[0])
         raise RequestError(f"{file.parent} was begun with another {what}: resume with the same options")
+
+
+def config_of_run(output: Path) -> DFlashConfig:
+    """
+    Raises:
+        RequestError: it is no run's folder, or what it was begun with cannot be told.
+    """
+    try:
+        return DFlashConfig.parse(json.loads((output / RUN).read_text(encoding="utf-8"))["draft"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise RequestError(f"{output / RUN} does not say which draft the run makes ({error})") from error
 
 
 def read_log(file: Path) -> list[dict[str, Any]]:

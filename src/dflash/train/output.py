@@ -121,6 +121,7 @@ def card(made: Made, draft: DFlashDraftModel, measured: Acceptance | None) -> st
         "",
         "```python",
         "from dflash import load, load_draft, stream_generate",
+        "",
         f'model, tokenizer = load("{made.target}")',
         'draft = load_draft("path/to/this/folder")',
         "```",

@@ -15,11 +15,12 @@ from dflash.backends.torch.load import load_draft
 from dflash.backends.torch.target import TorchTarget
 from dflash.compat import check_fit
 from dflash.errors import RequestError
+from dflash.train import checkpoint
 from dflash.train.data import Corpus, read_corpus
 from dflash.train.evaluate import Acceptance
 from dflash.train.features import Features
 from dflash.train.files import write
-from dflash.train.loop import Progress, Trainer, check_output
+from dflash.train.loop import Progress, Trainer, check_output, config_of_run
 from dflash.train.loss import LossMix
 from dflash.train.output import Made, card, save_draft
 from dflash.train.plot import plot_run
@@ -39,7 +40,7 @@ class Shape:
         layers: 3 by default.
         taps: ids of the target's layers, or how many, at the published default places: 5 by default.
         mask_token: by default a row that text does not use.
-        start: "target", "random", or the folder of a draft to go on from.
+        start: "target", "random", or the folder of a draft, or of a run that was stopped, to go on from.
     """
 
     block_size: int | None = None
@@ -143,8 +144,13 @@ def make_draft(target: TorchTarget, shape: Shape, seed: int) -> DFlashDraftModel
 
 
 def _gone_on_from(target: TorchTarget, shape: Shape) -> DFlashDraftModel:
-    """The draft of a folder, which has a shape of its own."""
-    draft = load_draft(shape.start, dtype=torch.float32, device=target.device)
+    """The draft of a folder, which has a shape of its own; of a run that was stopped, its last checkpoint."""
+    last = checkpoint.latest(Path(shape.start) / "checkpoints")
+    if last is None or (Path(shape.start) / "config.json").is_file():
+        draft = load_draft(shape.start, dtype=torch.float32, device=target.device)
+    else:
+        draft = DFlashDraftModel(config_of_run(Path(shape.start)), Path(shape.start)).to(target.device)
+        checkpoint.restore(last, draft, [])
     own = draft.config
     check_fit(draft.name, own, draft.path, target)
     taps = shape.taps if not isinstance(shape.taps, int) else default_taps(target.num_layers, shape.taps)
