@@ -39,6 +39,7 @@ from dflash.backends.mlx.cache import AttentionCache, QuantizedAttentionCache, R
 from dflash.backends.mlx.rotary import frequencies  # noqa: E402
 from dflash.backends.mlx.target import MlxTarget  # noqa: E402
 from dflash.checkpoint import DEFAULT_MODEL  # noqa: E402
+from dflash.cli import demo  # noqa: E402
 from dflash.cli.main import app  # noqa: E402
 from dflash.decode import Request, decode  # noqa: E402
 from dflash.drafters import NoDrafter  # noqa: E402
@@ -532,7 +533,7 @@ def test_a_draft_that_computes_nan_is_told_of_once(tmp_path: Path) -> None:
 # --- commands -----------------------------------------------------------------------------------------
 
 
-def test_commands_run_on_mlx(folder: Path, draft_folder: Path) -> None:
+def test_commands_run_on_mlx(folder: Path, draft_folder: Path, monkeypatch: Any) -> None:
     def run(*arguments: str) -> Any:
         return CliRunner().invoke(app, [*arguments, "--model", str(folder), "--backend", "mlx"])
 
@@ -544,6 +545,10 @@ def test_commands_run_on_mlx(folder: Path, draft_folder: Path) -> None:
     verified = run("verify", *asked)
     assert verified.exit_code == 0 and "1 of 1 answers identical" in verified.stdout
     assert "needs a draft" in run("generate", "--draft-bits", "4", "--prompt", TEXT).stderr
+    monkeypatch.setattr(demo, "SCENES", (demo.Scene("a short one", TEXT, 12),))
+    shown = run("demo")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.count("identical to plain decoding: yes") == 1
 
 
 def test_the_comparison_with_mlx_lm_runs(folder: Path, draft_folder: Path, monkeypatch: Any, capsys: Any) -> None:
