@@ -124,6 +124,7 @@ def test_interrupted_it_ends_quietly(run: Callable[..., Any], monkeypatch: pytes
         (["generate", "--prompt", "x", "--drafter", "dflash"], "needs a draft: give --draft"),
         (["generate", "--prompt", "x", "--draft", "d", "--drafter", "none"], "not used by --drafter none"),
         (["generate", "--prompt", "x", "--draft-sliding-window-size", "9"], "needs a draft"),
+        (["generate", "--prompt", "x", "--draft-min-confidence", "0.2"], "needs a draft"),
         (["generate", "--prompt", "x", "--json", "--show-accepted"], "leave one of them out"),
         (["generate", "--prompt", "x", "--temperature", "-1"], "temperature must be a number in"),
         (["generate", "--prompt", "x", "--stop", ""], "non-empty"),

@@ -111,41 +111,39 @@ def at_work(made: DFlashDraftModel, taps: Tensor, steps: list[int]) -> DFlashDra
     return drafting
 
 
-def logits_of(drafting: DFlashDrafting, anchor: int, room: int, monkeypatch: Any) -> Tensor:
+def logits_of(drafting: DFlashDrafting, anchor: int, room: int) -> Tensor:
     """The scores behind a proposal."""
-    seen: list[Tensor] = []
-    choose = DFlashDrafting._choose
-    with monkeypatch.context() as patch:
-        patch.setattr(DFlashDrafting, "_choose", lambda self, s, r: seen.append(s) or choose(self, s, r))
-        proposal = drafting.propose([anchor], room)
-    assert proposal.tokens.tolist() == seen[0].argmax(-1).tolist()
-    return seen[0][0]
+    scores = drafting.block_scores([anchor], room)
+    assert drafting.propose([anchor], room).tokens.tolist() == scores.argmax(-1).tolist()
+    return scores[0]
 
 
 @pytest.mark.parametrize("steps", [[19], [4, 1, 8, 6]], ids=["at once", "in steps"])
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_block_logits_equal_a_straight_line_recomputation(
-    variant: dict[str, Any], steps: list[int], tmp_path: Path, monkeypatch: Any
+    variant: dict[str, Any], steps: list[int], tmp_path: Path
 ) -> None:
     written = tiny.draft(target(), **variant)
-    loaded = dflash.load_draft(tiny.save_draft(written, tmp_path / "draft"), backend="torch", device="cpu")
+    loaded = dflash.load_draft(
+        tiny.save_draft(written, tmp_path / "draft"), backend="torch", device="cpu", min_confidence=0
+    )
     assert loaded.config == written.config
     assert loaded.path == tmp_path / "draft"
     taps = features(19)
-    have = logits_of(at_work(loaded, taps, steps), 7, 7, monkeypatch)
+    have = logits_of(at_work(loaded, taps, steps), 7, 7)
     want = straight_line(written.config, dict(written.state_dict()), target(), taps[0], 7, 8)
     torch.testing.assert_close(have, want, atol=2e-4, rtol=1e-4)
 
 
-def test_a_smaller_block_equals_its_own_recomputation(monkeypatch: Any) -> None:
+def test_a_smaller_block_equals_its_own_recomputation() -> None:
     made = tiny.draft(target())
-    have = logits_of(at_work(made, features(9), [9]), 3, 2, monkeypatch)
+    have = logits_of(at_work(made, features(9), [9]), 3, 2)
     torch.testing.assert_close(
         have, straight_line(made.config, dict(made.state_dict()), target(), features(9)[0], 3, 3), atol=2e-4, rtol=1e-4
     )
 
 
-def test_rejected_blocks_leave_no_trace_in_the_context(monkeypatch: Any) -> None:
+def test_rejected_blocks_leave_no_trace_in_the_context() -> None:
     """D14: only committed features stay, whatever was proposed in between, also where a ring wraps."""
     for variant in (VARIANTS["full"], VARIANTS["sliding"]):
         made = tiny.draft(target(), **variant)
@@ -155,8 +153,8 @@ def test_rejected_blocks_leave_no_trace_in_the_context(monkeypatch: Any) -> None
             drafting.extend([[0] * count], Features(taps[:, done : done + count], [count]))
             done += count
             assert drafting.rows.lengths == [done]
-            have = logits_of(drafting, 7, 7, monkeypatch)
-            fresh = logits_of(at_work(made, taps[:, :done], [done]), 7, 7, monkeypatch)
+            have = logits_of(drafting, 7, 7)
+            fresh = logits_of(at_work(made, taps[:, :done], [done]), 7, 7)
             torch.testing.assert_close(have, fresh, atol=1e-4, rtol=1e-4)
 
 
@@ -179,16 +177,16 @@ def test_ragged_rows_are_each_as_if_alone() -> None:
     assert drafting.propose([3, 1], 6).tokens.tolist() == [proposed[2], proposed[0]]
 
 
-def test_sliding_window_size_bounds_the_committed_context(monkeypatch: Any) -> None:
+def test_sliding_window_size_bounds_the_committed_context() -> None:
     bounded = tiny.draft(target())
     bounded.sliding_window_size = 5
     free = tiny.draft(target())
     taps = features(23)
-    have = logits_of(at_work(bounded, taps, [6, 6, 11]), 7, 7, monkeypatch)
+    have = logits_of(at_work(bounded, taps, [6, 6, 11]), 7, 7)
     # Only relative positions matter to rotary attention: the last five alone give the same.
-    want = logits_of(at_work(free, taps[:, -5:], [5]), 7, 7, monkeypatch)
+    want = logits_of(at_work(free, taps[:, -5:], [5]), 7, 7)
     torch.testing.assert_close(have, want, atol=1e-3, rtol=1e-3)
-    unbounded = logits_of(at_work(free, taps, [23]), 7, 7, monkeypatch)
+    unbounded = logits_of(at_work(free, taps, [23]), 7, 7)
     assert (have - unbounded).abs().max() > 0.01
 
 
@@ -197,6 +195,77 @@ def test_sliding_window_size_must_be_positive(bad: Any, tmp_path: Path) -> None:
     folder = tiny.save_draft(tiny.draft(target()), tmp_path)
     with pytest.raises(ValueError, match="sliding_window_size must be a positive whole number or None"):
         dflash.load_draft(folder, bad, backend="torch")
+
+
+# --- where a block ends -----------------------------------------------------------------------------
+
+
+CONFIDENCES = [0.0, 1e-3, 0.003, 0.01, 0.3, 1.0]
+
+
+def proposals(backend: str, folder: Path, confidence: float) -> tuple[Tensor, Tensor]:
+    """Of three rows: the scores of whole blocks [rows, 7, vocab], and the tokens proposed at a confidence."""
+    taps = torch.stack([features(9, seed)[0] for seed in range(3)])
+    if backend == "torch":
+        of, made, values = target(), tiny.draft(target()), taps
+    else:
+        pytest.importorskip("mlx_lm")
+        import mlx.core as mx
+
+        import tiny_mlx
+
+        of = tiny_mlx.target("qwen3")
+        made, values = tiny_mlx.draft(of, folder), mx.array(taps.numpy())
+    made.min_confidence = confidence
+    drafting = made.start(of, GREEDY * 3, "match", 16)
+    drafting.extend([[0] * 9] * 3, Features(values, [9] * 3))
+    scores, tokens = drafting.block_scores([1, 2, 3], 7), drafting.propose([1, 2, 3], 7).tokens
+    return torch.tensor(scores.tolist()), torch.tensor(tokens.tolist())
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+@pytest.mark.parametrize("confidence", CONFIDENCES)
+def test_a_block_ends_where_the_draft_doubts_it(backend: str, confidence: float, tmp_path: Path) -> None:
+    scores, tokens = proposals(backend, tmp_path / "draft", confidence)
+    sure = scores.double().softmax(-1).amax(-1).cumprod(-1)  # [rows, 7]
+    worth = max(1, int((sure >= confidence).sum(-1).max()))
+    assert tokens.shape == (3, worth)
+    assert tokens.tolist() == scores.argmax(-1)[:, :worth].tolist()
+
+
+def test_confidences_of_the_test_above_end_blocks_at_different_places(tmp_path: Path) -> None:
+    widths = [proposals("torch", tmp_path, confidence)[1].shape[1] for confidence in CONFIDENCES]
+    assert widths[0] == 7 and widths[-1] == 1 and len(set(widths)) >= 4, widths
+
+
+@pytest.mark.parametrize("confidence", [0.01, 0.5])
+def test_scores_that_are_not_finite_end_a_block_at_once(confidence: float) -> None:
+    made = tiny.draft(target())
+    made.min_confidence = confidence
+    made.norm.weight.data.fill_(float("nan"))
+    assert at_work(made, features(9), [9]).propose([1], 7).width == 1
+
+
+@pytest.mark.parametrize("bad", [-0.1, 1.5, float("nan"), True, "0.2"])
+def test_min_confidence_must_be_a_probability(bad: Any, tmp_path: Path) -> None:
+    folder = tiny.save_draft(tiny.draft(target()), tmp_path)
+    with pytest.raises(ValueError, match="min_confidence must be a probability from 0"):
+        dflash.load_draft(folder, backend="torch", min_confidence=bad)
+
+
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_blocks_are_cut_by_default_where_checking_tokens_costs(backend: str, tmp_path: Path) -> None:
+    if backend == "mlx":
+        pytest.importorskip("mlx_lm")
+    folder = tiny.save_draft(tiny.draft(target()), tmp_path)
+
+    def load(**options: Any) -> Any:
+        return dflash.load_draft(folder, backend=backend, **options)
+
+    assert load(dtype="float32").min_confidence == 0.1
+    assert load(dtype="bfloat16").min_confidence == 0.0
+    assert load(dtype="float32", min_confidence=0).min_confidence == 0.0
+    assert load(dtype="bfloat16", min_confidence=0.5).min_confidence == 0.5
 
 
 # --- in the loop ------------------------------------------------------------------------------------
@@ -213,10 +282,12 @@ def run(of: TorchTarget, drafter: Any, prompt: list[int], count: int = 30, **opt
 PROMPT = [(7 * i * i + 3) % 64 for i in range(50)]
 
 
+@pytest.mark.parametrize("confidence", [0.0, 0.003])
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3-next", "lfm2", "gpt-oss"])
-def test_a_random_draft_changes_nothing(architecture: str) -> None:
+def test_a_random_draft_changes_nothing(architecture: str, confidence: float) -> None:
     of = tiny.target(architecture)
     made = tiny.draft(of, **VARIANTS["sliding"])
+    made.min_confidence = confidence
     assert run(of, made, PROMPT) == run(of, NoDrafter(), PROMPT)
 
 

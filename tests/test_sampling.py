@@ -189,9 +189,13 @@ def test_joint_distribution_of_plain_decoding(target: Any) -> None:
     assert p_value(target, NoDrafter(), PARAMS["all"], "match") > 1e-3
 
 
+@pytest.mark.parametrize("min_confidence", [0.0, 0.3])
 @pytest.mark.parametrize("verification", ["match", "rejection"])
-def test_joint_distribution_with_a_dflash_draft(target: Any, tmp_path: Path, verification: str) -> None:
+def test_joint_distribution_with_a_dflash_draft(
+    target: Any, tmp_path: Path, verification: str, min_confidence: float
+) -> None:
     draft = draft_for(target, tmp_path, block_size=3, mask_token_id=4)
+    draft.min_confidence = min_confidence
     assert p_value(target, draft, PARAMS["all"], verification) > 1e-3
 
 
@@ -242,6 +246,8 @@ def test_a_seeded_answer_is_the_same_with_every_drafter_and_block(target: Any, t
         assert answer(target, drafter, params) == plain
     for block in (2, 3, 5, 8):
         assert answer(target, draft, params, block_size=block) == plain
+    for draft.min_confidence in (0.2, 0.4, 1.0):
+        assert answer(target, draft, params) == plain
     assert answer(target, NoDrafter(), SamplingParams(temperature=1.0, seed=12)) != plain
 
 

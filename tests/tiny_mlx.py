@@ -81,5 +81,5 @@ def target(name: str) -> MlxTarget:
 
 
 def draft(of: Any, folder: Path, *, bits: int | None = None, **overrides: Any) -> Any:
-    """The draft that ``tiny.draft`` makes, written by PyTorch and loaded by MLX."""
-    return load_draft(tiny.save_draft(tiny.draft(of, **overrides), folder), bits=bits)
+    """The draft that ``tiny.draft`` makes, written by PyTorch and loaded by MLX. Like that it proposes whole blocks."""
+    return load_draft(tiny.save_draft(tiny.draft(of, **overrides), folder), bits=bits, min_confidence=0)

@@ -83,6 +83,7 @@ def load_draft(
     device: Any = None,
     revision: str | None = None,
     bits: int | None = None,
+    min_confidence: float | None = None,
 ) -> Drafter:
     """Load a DFlash draft in the published format. Its code is never needed: only json and safetensors are read.
 
@@ -91,6 +92,8 @@ def load_draft(
         sliding_window_size: how many committed positions the draft may look back on; None for all.
         backend, dtype, device, revision: as for ``load``.
         bits: quantize the weights to 4 or 8 bits (mlx only); None leaves them as they are.
+        min_confidence: end a block where the draft itself gives the run of tokens less than this probability. 0 checks
+            whole blocks, which costs a GPU next to nothing; by default 0, and on a CPU in float32 0.1.
 
     Returns:
         A ``DFlashDraftModel`` with ``.config`` and ``.path``.
@@ -99,9 +102,12 @@ def load_draft(
         ModelNotFound: there is no such draft.
         ConfigError: its config is incomplete, or asks for something not computed here.
         CheckpointError: tensors are missing, left over or misshapen.
-        RequestError: ``sliding_window_size`` is not positive, or ``bits`` that the backend does not have.
+        RequestError: ``sliding_window_size`` is not positive, ``min_confidence`` no probability, or ``bits`` that the
+            backend does not have.
     """
-    draft: Drafter = _backend(backend).load_draft(id_or_path, sliding_window_size, dtype, device, revision, bits)
+    draft: Drafter = _backend(backend).load_draft(
+        id_or_path, sliding_window_size, dtype, device, revision, bits, min_confidence
+    )
     return draft
 
 

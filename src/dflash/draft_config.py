@@ -279,6 +279,24 @@ def check_window(size: object) -> None:
         raise RequestError(f"sliding_window_size must be a positive whole number or None (no window), not {size!r}")
 
 
+FLOAT32_CPU_CONFIDENCE = 0.1
+"""Where arithmetic and not memory bounds a forward, every further token to check costs: 8 tokens take half as long
+again as one. Blocks that end here lose 2% of a round's tokens and a sixth of its time (``docs/benchmark.md``)."""
+
+
+def confidence(given: object, dtype: str, on_cpu: bool) -> float:
+    """How sure a draft must be of a whole run of tokens to propose it: as given, else by what checking them costs.
+
+    Raises:
+        RequestError: it is no probability.
+    """
+    if given is None:
+        return FLOAT32_CPU_CONFIDENCE if on_cpu and dtype == "float32" else 0.0
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
+        raise RequestError(f"min_confidence must be a probability from 0 (propose whole blocks) to 1, not {given!r}")
+    return float(given)
+
+
 # --- the published format ---------------------------------------------------------------------------
 
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {

@@ -65,9 +65,10 @@ def load_draft(
     revision: str | None = None,
     *,
     bits: int | None = None,
+    min_confidence: float | None = None,
 ) -> DFlashDraftModel:
     """Load a DFlash draft in the published format. See ``dflash.load_draft``."""
-    return backend.load_draft(draft_id, sliding_window_size, dtype, None, revision, bits)
+    return backend.load_draft(draft_id, sliding_window_size, dtype, None, revision, bits, min_confidence)
 
 
 def stream_generate(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from dflash.benchmark.answers import Answer, Round, cut, digest
 from dflash.benchmark.clock import Clock, device_wait, wall
-from dflash.benchmark.memory import PeakMemory
-from dflash.benchmark.systems import WARM_UP_TOKENS, Asking, Messages, Talk, check, encode, turn_by_turn
+from dflash.benchmark.systems import Asking, Here, Messages, encode
 from dflash.errors import PromptTooLong, RequestError
 from dflash.protocols import Target
 from dflash.text import text_of
@@ -19,7 +17,7 @@ PROMPT_LOOKUP_TOKENS = 10
 """Proposals of transformers' prompt lookup, the number its author used."""
 
 
-class TransformersGenerate:
+class TransformersGenerate(Here):
     """transformers' ``generate``: plain, with prompt lookup, or with an assistant model."""
 
     def __init__(
@@ -38,29 +36,10 @@ class TransformersGenerate:
             lookup: ``prompt_lookup_num_tokens``.
             assistant: a smaller module of transformers with the same vocabulary.
         """
-        self.name = name
-        self.at_once = at_once
-        self._target = target
-        self._asking = asking
+        super().__init__(name, target, asking, at_once, clock)
         self._lookup = lookup
         self._assistant = assistant
-        self._clock = clock
-        self._memory = PeakMemory(target)
         self._wait = device_wait(target.backend, target.device)
-
-    def warm_up(self, turn: str) -> None:
-        """A short answer."""
-        asking = replace(self._asking, max_new_tokens=WARM_UP_TOKENS)
-        self._answer([[{"role": "user", "content": turn}]], [0], asking)
-
-    def converse(self, talks: Sequence[Talk]) -> Iterator[tuple[int, list[Answer]]]:
-        """See ``System``."""
-        return turn_by_turn(
-            talks,
-            lambda messages: check(self._target, messages, self._asking),
-            lambda asked, seeds: self._answer(asked, seeds, self._asking),
-            self._clock,
-        )
 
     def _answer(self, asked: list[Messages], seeds: list[int], asking: Asking) -> list[Answer]:
         target = self._target
@@ -190,32 +169,12 @@ def _arrivals(clock: Clock, began: float) -> Any:
     return Arrivals()
 
 
-class MlxGenerate:
+class MlxGenerate(Here):
     """mlx-lm's ``stream_generate``."""
-
-    at_once = 1
 
     def __init__(self, name: str, target: Target, asking: Asking, clock: Clock = wall) -> None:
         """``target``: of the mlx backend."""
-        self.name = name
-        self._target = target
-        self._asking = asking
-        self._clock = clock
-        self._memory = PeakMemory(target)
-
-    def warm_up(self, turn: str) -> None:
-        """A short answer."""
-        asking = replace(self._asking, max_new_tokens=WARM_UP_TOKENS)
-        self._answer([[{"role": "user", "content": turn}]], [0], asking)
-
-    def converse(self, talks: Sequence[Talk]) -> Iterator[tuple[int, list[Answer]]]:
-        """See ``System``."""
-        return turn_by_turn(
-            talks,
-            lambda messages: check(self._target, messages, self._asking),
-            lambda asked, seeds: self._answer(asked, seeds, self._asking),
-            self._clock,
-        )
+        super().__init__(name, target, asking, 1, clock)
 
     def _answer(self, asked: list[Messages], seeds: list[int], asking: Asking) -> list[Answer]:
         import mlx.core as mx

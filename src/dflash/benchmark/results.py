@@ -238,6 +238,8 @@ def headline(results: Results) -> Sequence[str]:
     models = settings["model"] + ("" if settings["draft_model"] is None else f" with draft {settings['draft_model']}")
     asked = [sampling, f"at most {settings['max_new_tokens']} tokens", f"thinking {thinking}"]
     asked += [f"block {settings['block_size']}"] * (settings["block_size"] is not None)
+    if confidence := settings.get("draft_min_confidence"):  # newer than the first records
+        asked.append(f"blocks end where the draft's confidence falls below {confidence:g}")
     asked += [f"{settings['at_once']} at once"] * (settings["at_once"] > 1)
     asked += [f"{settings['repeats']} repeats"] * (settings["repeats"] > 1)
     device = [where.get("gpu") or where["cpu"], str(where["device"] or "asking a server"), str(where["dtype"] or "")]

@@ -1,11 +1,13 @@
 """The systems that are compared: what one is, and our loop with any drafter.
 
-A system is handed conversations and gives back what it measured. Further ones: a class with these three members.
+A system is handed conversations and gives back what it measured. Further ones: a class with the four
+members of ``System``, or a ``Here``.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
@@ -81,7 +83,36 @@ class System(Protocol):
         ...
 
 
-class Loop:
+class Here(ABC):
+    """A system around a target of this process."""
+
+    def __init__(self, name: str, target: Target, asking: Asking, at_once: int, clock: Clock) -> None:
+        self.name = name
+        self.at_once = at_once
+        self._target = target
+        self._asking = asking
+        self._clock = clock
+        self._memory = PeakMemory(target)
+
+    def warm_up(self, turn: str) -> None:
+        """A short answer through the same path."""
+        self._answer([_ask(turn)], [0], replace(self._asking, max_new_tokens=WARM_UP_TOKENS))
+
+    def converse(self, talks: Sequence[Talk]) -> Iterator[tuple[int, list[Answer]]]:
+        """See ``System``."""
+        return turn_by_turn(
+            talks,
+            lambda messages: check(self._target, messages, self._asking),
+            lambda asked, seeds: self._answer(asked, seeds, self._asking),
+            self._clock,
+        )
+
+    @abstractmethod
+    def _answer(self, asked: list[Messages], seeds: list[int], asking: Asking) -> list[Answer]:
+        """Answer prompts together, at most ``at_once``."""
+
+
+class Loop(Here):
     """Our decode loop on one target with one drafter; several rows at once where asked."""
 
     def __init__(
@@ -100,29 +131,11 @@ class Loop:
             block_size: the drafter's own by default.
             split: measure where the time of a round goes; on a GPU the waiting this needs slows the loop down.
         """
-        self.name = name
-        self.at_once = at_once
-        self._target = target
+        super().__init__(name, target, asking, at_once, clock)
         self._drafter = drafter
-        self._asking = asking
         self._block_size = block_size
         self._split = split
-        self._clock = clock
-        self._memory = PeakMemory(target)
         self._wait = device_wait(target.backend, target.device)
-
-    def warm_up(self, turn: str) -> None:
-        """A short answer through the same path."""
-        self._answer([_ask(turn)], [0], replace(self._asking, max_new_tokens=WARM_UP_TOKENS))
-
-    def converse(self, talks: Sequence[Talk]) -> Iterator[tuple[int, list[Answer]]]:
-        """See ``System``."""
-        return turn_by_turn(
-            talks,
-            lambda messages: check(self._target, messages, self._asking),
-            lambda asked, seeds: self._answer(asked, seeds, self._asking),
-            self._clock,
-        )
 
     def _answer(self, asked: list[Messages], seeds: list[int], asking: Asking) -> list[Answer]:
         """One batch. The clock runs while the loop works: not between its rounds."""

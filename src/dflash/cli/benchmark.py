@@ -163,6 +163,8 @@ def benchmark(
     draft_revision: options.DraftRevision = None,
     trust_remote_code: options.TrustRemoteCode = False,
     draft_sliding_window_size: options.DraftWindow = None,
+    draft_bits: options.DraftBits = None,
+    draft_min_confidence: options.DraftConfidence = None,
     base_url: Annotated[
         list[str] | None,
         typer.Option(
@@ -204,7 +206,8 @@ def benchmark(
         "datasets": {one.name: one.describe() for one in asked}, "repeats": repeats, "seed": seed,
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "enable_thinking": enable_thinking, "at_once": at_once, "block_size": block_size,
-        "draft_sliding_window_size": draft_sliding_window_size,
+        "draft_sliding_window_size": draft_sliding_window_size, "draft_bits": draft_bits,
+        "draft_min_confidence": draft_min_confidence,
     }  # fmt: skip
     if len({one.name for one in asked}) < len(asked):
         raise RequestError("two data sets have the same name: give one of the files another")
@@ -216,6 +219,7 @@ def benchmark(
         pair = Wanted(
             model or DEFAULT_MODEL, draft, None if draft else "none", block_size, _engine(backend), dtype,
             share.device(device), revision, draft_revision, trust_remote_code, draft_sliding_window_size,
+            draft_bits, draft_min_confidence,
         )  # fmt: skip
         bench = _of_pair(pair, assistant, asking, at_once, split, wanted)
     _measure(bench, settings, asked, asking, repeats, seed, output, share)
@@ -304,7 +308,7 @@ def _of_pair(
     settings: dict[str, Any] = {
         "model": pair.target.name, "device": kind, "dtype": pair.dtype, "split": splits,
         "revision": wanted.revision, "draft_revision": wanted.draft_revision, "draft_sha256": weights,
-        "systems": line.descriptions,
+        "draft_min_confidence": pair.min_confidence, "systems": line.descriptions,
     }  # fmt: skip
     return _Bench(line, settings, pair.target, pair.dtype)
 

@@ -110,11 +110,12 @@ def generate(
     trust_remote_code: options.TrustRemoteCode = False,
     draft_sliding_window_size: options.DraftWindow = None,
     draft_bits: options.DraftBits = None,
+    draft_min_confidence: options.DraftConfidence = None,
 ) -> None:
     """Answer a prompt. The answer goes to stdout as it comes, figures about it to stderr."""
     wanted = Wanted(
         model, draft, drafter, block_size, backend, dtype, device, revision, draft_revision, trust_remote_code,
-        draft_sliding_window_size, draft_bits,
+        draft_sliding_window_size, draft_bits, draft_min_confidence,
     )  # fmt: skip
     if as_json and show_accepted:
         raise RequestError("--show-accepted marks the text, --json gives it plain: leave one of them out")

@@ -87,6 +87,16 @@ DraftWindow = Annotated[
         rich_help_panel=_LOADING,
     ),
 ]
+DraftConfidence = Annotated[
+    float | None,
+    typer.Option(
+        "--draft-min-confidence",
+        metavar="P",
+        help="End a block where the draft gives the run of tokens less than this probability; 0 for whole blocks. "
+        "By default 0, and on a CPU in float32 0.1.",
+        rich_help_panel=_LOADING,
+    ),
+]
 DraftBits = Annotated[
     int | None,
     typer.Option(

@@ -12,6 +12,7 @@ import dflash
 from dflash.checkpoint import Place, locate, shipped_draft
 from dflash.cli import console
 from dflash.cli.options import Backend, DrafterKind, Dtype
+from dflash.draft_config import confidence
 from dflash.errors import RequestError
 from dflash.generate import as_drafter, choose_block
 from dflash.protocols import Drafter, Target
@@ -37,6 +38,7 @@ class Wanted:
     trust_remote_code: bool = False
     draft_sliding_window_size: int | None = None
     draft_bits: int | None = None
+    draft_min_confidence: float | None = None
 
     def __post_init__(self) -> None:
         if self.draft_source is None:
@@ -45,6 +47,7 @@ class Wanted:
                 ("--draft-sliding-window-size", self.draft_sliding_window_size is not None),
                 ("--draft-revision", self.draft_revision is not None),
                 ("--draft-bits", self.draft_bits is not None),
+                ("--draft-min-confidence", self.draft_min_confidence is not None),
             ):
                 if value:
                     raise RequestError(f"{option} needs a draft: give --draft with a folder or a hub id")
@@ -84,6 +87,13 @@ class Pair:
         return self.target.dtype
 
     @property
+    def min_confidence(self) -> float | None:
+        """In force; None where no DFlash draft is."""
+        if self.wanted.kind != "dflash":
+            return None
+        return confidence(self.wanted.draft_min_confidence, self.dtype, "cpu" in str(self.target.device))
+
+    @property
     def drafter_label(self) -> str:
         """For people."""
         draft = self.wanted.draft_source
@@ -96,6 +106,7 @@ class Pair:
             "draft": self.wanted.draft_source,
             "drafter": self.wanted.kind,
             "block_size": self.block_size,
+            "draft_min_confidence": self.min_confidence,
             "backend": self.target.backend,
             "device": str(self.target.device),
             "dtype": self.dtype,
@@ -130,6 +141,7 @@ def _drafter(wanted: Wanted) -> Drafter:
         wanted.device,
         wanted.draft_revision,
         wanted.draft_bits,
+        wanted.draft_min_confidence,
     )
 
 

@@ -75,11 +75,12 @@ def verify(
     trust_remote_code: options.TrustRemoteCode = False,
     draft_sliding_window_size: options.DraftWindow = None,
     draft_bits: options.DraftBits = None,
+    draft_min_confidence: options.DraftConfidence = None,
 ) -> None:
     """Prove losslessness on your own pair: answer prompts with and without the drafter, compare the tokens."""
     wanted = Wanted(
         model, draft, drafter, block_size, backend, dtype, device, revision, draft_revision, trust_remote_code,
-        draft_sliding_window_size, draft_bits,
+        draft_sliding_window_size, draft_bits, draft_min_confidence,
     )  # fmt: skip
     if wanted.kind == "none":
         raise RequestError("--drafter none is what the others are compared with: choose ngram, or give --draft")

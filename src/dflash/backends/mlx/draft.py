@@ -5,10 +5,12 @@ The same architecture, tensor names and numbers as ``backends/torch/draft.py``, 
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
@@ -95,6 +97,8 @@ class DFlashDraftModel(nn.Module):
         config: see ``DFlashConfig``.
         path: the folder it was loaded from, None for one made in memory.
         sliding_window_size: committed positions the draft may look back on; None for all.
+        min_confidence: a block ends where the draft itself gives the run of its best tokens less than this
+            probability. The first token is always proposed; 0 proposes whole blocks, and then nothing waits for it.
         dtype: what it computes in: features are cast to it, and its last hidden state to the head's dtype.
     """
 
@@ -114,6 +118,7 @@ class DFlashDraftModel(nn.Module):
         self.config = config
         self.path = path
         self.sliding_window_size = sliding_window_size
+        self.min_confidence = 0.0
         self.dtype = dtype
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -207,7 +212,8 @@ class DFlashDrafting:
         if room == 0:
             return NOTHING
         self.draft.once.if_beyond(max(self.rows.lengths))
-        proposal, self._finite = self._choose(self.block_scores(pending, room), room)
+        scores = self.block_scores(pending, room)
+        proposal, self._finite = self._choose(scores[:, : self._promising(scores)])
         # The draft runs while the host still puts the target's forward together.
         mx.async_eval(proposal.tokens, self._finite)
         return proposal
@@ -250,7 +256,16 @@ class DFlashDrafting:
             seen = seen & (key >= start - bound)
         return seen[:, None]
 
-    def _choose(self, scores: mx.array, room: int) -> tuple[Proposal, mx.array]:
+    def _promising(self, scores: mx.array) -> int:
+        """How many positions are worth checking in some row. No drawn token has a say, so sampling stays exact."""
+        if self.draft.min_confidence == 0:
+            return scores.shape[1]
+        scores = scores.astype(mx.float32)
+        run = (scores.max(axis=-1) - mx.logsumexp(scores, axis=-1)).cumsum(axis=-1)
+        lengths: Any = (run >= math.log(self.draft.min_confidence)).sum(axis=-1).tolist()
+        return max(1, *lengths)
+
+    def _choose(self, scores: mx.array) -> tuple[Proposal, mx.array]:
         """The most likely tokens: positions are predicted independently, so samples make a poor whole.
 
         Only for rejection, and rows that sample, are they drawn, from the distribution reported as q.
@@ -261,9 +276,9 @@ class DFlashDrafting:
         finite = mx.isfinite(scores).all()
         best = mx.argmax(scores, axis=-1).astype(mx.int32)
         if self._sampler is None:
-            return Proposal(best, room), finite
+            return Proposal(best, scores.shape[1]), finite
         tokens, q = self._sampler.draw(scores.astype(mx.float32), best)
-        return Proposal(tokens, room, q), finite
+        return Proposal(tokens, scores.shape[1], q), finite
 
 
 class _Sampler:

@@ -21,7 +21,7 @@ from dflash.backends.mlx.architectures import cast, completed
 from dflash.backends.mlx.draft import DFlashDraftModel
 from dflash.backends.mlx.target import MlxTarget
 from dflash.checkpoint import Place, check_files, check_weights, fetch_target, find_weights, locate, locate_draft
-from dflash.draft_config import ARCHITECTURE, DFlashConfig
+from dflash.draft_config import ARCHITECTURE, DFlashConfig, confidence
 from dflash.errors import CheckpointError, DFlashError, RequestError, UnsupportedTarget
 from dflash.protocols import Features, Proposal
 from dflash.text import repair_decoder
@@ -93,6 +93,7 @@ def load_draft(
     device: str | None = None,
     revision: str | None = None,
     bits: int | None = None,
+    min_confidence: float | None = None,
 ) -> DFlashDraftModel:
     """See ``dflash.load_draft``.
 
@@ -110,6 +111,8 @@ def load_draft(
             f"draft {folder.name} was trained in bfloat16; float16 can overflow and then accept nothing", stacklevel=3
         )
     draft = DFlashDraftModel(config, folder, sliding_window_size, chosen)
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    draft.min_confidence = confidence(min_confidence, str(chosen).rpartition(".")[2], on_cpu)
     weights = find_weights(folder)
     check_weights(folder, weights, {name: tuple(p.shape) for name, p in tree_flatten(draft.parameters())})
     tensors = {}

@@ -8,6 +8,7 @@ are the target's.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -97,6 +98,8 @@ class DFlashDraftModel(nn.Module):
         config: see ``DFlashConfig``.
         path: the folder it was loaded from, None for one made in memory.
         sliding_window_size: committed positions the draft may look back on; None for all.
+        min_confidence: a block ends where the draft itself gives the run of its best tokens less than this
+            probability. The first token is always proposed; 0 proposes whole blocks.
     """
 
     def __init__(self, config: DFlashConfig, path: Path | None = None, sliding_window_size: int | None = None) -> None:
@@ -109,6 +112,7 @@ class DFlashDraftModel(nn.Module):
         self.config = config
         self.path = path
         self.sliding_window_size = sliding_window_size
+        self.min_confidence = 0.0
         rope = _qwen3_config(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -210,6 +214,13 @@ class DFlashDrafting:
         if room == 0:
             return NOTHING
         self._warn_beyond_limit()
+        scores = self.block_scores(pending, room)
+        self._finite = torch.isfinite(scores.sum(dtype=torch.float32))  # one that is not makes the sum so
+        return self._choose(scores[:, : self._promising(scores)])
+
+    @torch.inference_mode()
+    def block_scores(self, pending: list[int], room: int) -> Tensor:
+        """Scores [rows, room, vocab] of the positions after the pending token."""
         draft, anatomy, device = self.draft, self.target.anatomy, self.rows.device
         block = torch.full((len(pending), room + 1), draft.config.mask_token_id, device=device)
         block[:, 0] = torch.tensor(pending, device=device)
@@ -221,9 +232,7 @@ class DFlashDrafting:
         }
         for layer, kv, kind in zip(draft.layers, self.context, draft.windows(), strict=True):
             x = layer(x, rotary, kv, masks[kind])
-        scores = draft.logits(x[:, 1:].to(self.target.device), anatomy.head)
-        self._finite = torch.isfinite(scores).all()
-        return self._choose(scores, room)
+        return draft.logits(x[:, 1:].to(self.target.device), anatomy.head)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows."""
@@ -247,15 +256,23 @@ class DFlashDrafting:
             seen = seen & (key >= start - self.draft.sliding_window_size)
         return seen.expand(len(start), width, -1)
 
-    def _choose(self, scores: Tensor, room: int) -> Proposal:
+    def _promising(self, scores: Tensor) -> int:
+        """How many positions are worth checking in some row. No drawn token has a say, so sampling stays exact."""
+        if self.draft.min_confidence == 0:
+            return scores.shape[1]
+        scores = scores.float()
+        run = (scores.amax(dim=-1) - scores.logsumexp(dim=-1)).cumsum(dim=-1)
+        return max(1, int((run >= math.log(self.draft.min_confidence)).sum(dim=-1).max()))
+
+    def _choose(self, scores: Tensor) -> Proposal:
         """The most likely tokens: positions are predicted independently, so samples make a poor whole.
 
         Only for rejection, and rows that sample, are they drawn, from the distribution reported as q.
         """
         if not any(sampler.samples for sampler in self._samplers):
-            return Proposal(scores.argmax(dim=-1), room)
+            return Proposal(scores.argmax(dim=-1), scores.shape[1])
         drawn = [sampler.draw(row.float()) for sampler, row in zip(self._samplers, scores, strict=True)]
-        return Proposal(torch.stack([t for t, _ in drawn]), room, torch.stack([q for _, q in drawn]))
+        return Proposal(torch.stack([t for t, _ in drawn]), scores.shape[1], torch.stack([q for _, q in drawn]))
 
     def _report(self) -> None:
         """Say once when the draft computes NaN; what it proposes is verified all the same."""

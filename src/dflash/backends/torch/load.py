@@ -18,7 +18,7 @@ from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.gguf import unpacked
 from dflash.backends.torch.target import TorchTarget
 from dflash.checkpoint import check_files, check_weights, fetch_target, find_weights, locate, locate_draft
-from dflash.draft_config import ARCHITECTURE, DFlashConfig
+from dflash.draft_config import ARCHITECTURE, DFlashConfig, confidence
 from dflash.errors import CheckpointError, DFlashError, RequestError, UnsupportedTarget
 from dflash.protocols import Features, Proposal
 from dflash.text import repair_decoder
@@ -109,6 +109,7 @@ def load_draft(
     device: str | torch.device | None = None,
     revision: str | None = None,
     bits: int | None = None,
+    min_confidence: float | None = None,
 ) -> DFlashDraftModel:
     """See ``dflash.load_draft``."""
     if bits is not None:
@@ -134,6 +135,7 @@ def load_draft(
                 )
             tensors[name] = tensor.to(device, chosen)
     draft.load_state_dict(tensors, assign=True)
+    draft.min_confidence = confidence(min_confidence, str(chosen).rpartition(".")[2], device.type == "cpu")
     draft.rotary_emb = type(draft.rotary_emb)(draft.rotary_emb.config).to(device)  # its tables are no weights
     return draft.eval().requires_grad_(False)
 

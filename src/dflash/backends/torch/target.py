@@ -15,6 +15,7 @@ from dflash.backends.rows import RowByRow
 from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, context_length, dissect, eos_ids, seams
 from dflash.backends.torch.attention import GROUPED
 from dflash.backends.torch.cache import RollbackCache, Rows, record
+from dflash.backends.torch.head import pack_head
 from dflash.backends.torch.verify import TorchVerifier
 from dflash.errors import RequestError, UnsupportedTarget
 from dflash.memory import process_peak
@@ -41,6 +42,7 @@ class TorchTarget:
         Raises:
             UnsupportedTarget: a layer kind whose cache cannot be rolled back.
         """
+        pack_head(model)
         self.anatomy: Anatomy = dissect(model)
         self.model = model.eval()
         if self.anatomy.config._attn_implementation == "sdpa":
