@@ -91,12 +91,13 @@ def _medians(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, floa
 
 
 def _show(times: dict[str, float], widths: list[int]) -> None:
-    one = times[f"forward {widths[0]}"]
-    print(f"tokens  forward ms  of {widths[0]} token{'s' * (widths[0] > 1)}  head ms  plain head ms")
+    heads = [name for name in ("head", "plain head") if f"{name} {widths[0]}" in times]
+    first = f"{widths[0]} token" + "s" * (widths[0] > 1)
+    print("tokens  forward ms", f" of {first}", *(f" {name} ms" for name in heads))
     for width in widths:
         forward = times[f"forward {width}"]
-        heads = (f"{times.get(f'{kind} {width}', float('nan')):8.1f}" for kind in ("head", "plain head"))
-        print(f"{width:6d}  {forward:10.1f}  {forward / one:9.2f}x  {'  '.join(heads)}")
+        shares = "".join(f"{times[f'{name} {width}']:{len(name) + 5}.1f}" for name in heads)
+        print(f"{width:6d}  {forward:10.1f}  {forward / times[f'forward {widths[0]}']:{len(first) + 3}.2f}x{shares}")
 
 
 if __name__ == "__main__":
