@@ -311,6 +311,8 @@ def test_two_results_are_compared(
     text = printed(comparison(results, faster, "a.json", "b.json"))
     assert text.count("2.00x (2.00-2.00)") == 5 * 3, "five systems; two data sets and all"
     assert "setting differs: block_size: None -> 4" in text and "2 of 2" in text
+    assert "do not meet" not in text, "all are faster, the speed-ups are as they were"
+    assert "…" not in printed(comparison(results, faster, "a.json", "b.json"), 80)
     save(faster, tmp_path / "b.json")
     result = CliRunner().invoke(
         app, ["benchmark", "--compare", str(measured[0] / "results.json"), str(tmp_path / "b.json")]
@@ -319,6 +321,19 @@ def test_two_results_are_compared(
     other = replace(results, systems={"server": "x"})
     with pytest.raises(RequestError, match="nothing to compare"):
         comparison(results, other, "a", "b")
+
+
+def test_speed_ups_whose_intervals_do_not_meet_are_named(results: Results) -> None:
+    faster = replace(
+        results,
+        records=[
+            replace(r, answer=replace(r.answer, seconds=r.answer.seconds / 100)) if r.system == "draft" else r
+            for r in results.records
+        ],
+    )
+    text = one_line(printed(comparison(results, faster, "a.json", "b.json"), 200))
+    assert "do not meet: draft on gsm8k, draft on mt-bench, draft on all data sets" in text
+    assert "ngram on" not in text
 
 
 def test_only_the_same_prompts_are_compared(results: Results) -> None:

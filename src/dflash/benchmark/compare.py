@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from rich import box
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash.benchmark.answers import Record
-from dflash.benchmark.figures import Figures, Ratio, figures
+from dflash.benchmark.figures import Figures, figures
 from dflash.benchmark.results import ALL, Results
 from dflash.benchmark.table import NOTHING, speedup
 from dflash.errors import RequestError
@@ -20,15 +20,9 @@ from dflash.errors import RequestError
 Key: TypeAlias = tuple[str, int, int, int]
 """Data set, prompt, turn, repeat: of a record."""
 
-_COLUMNS = (
-    "system",
-    "pairs",
-    "tokens\na round\nA -> B",
-    "end to end\ntok/s\nA -> B",
-    "B over A\n(95% interval)",
-    "speed-up\nover baseline\nA -> B",
-    "same\nanswers",
-)
+_ANSWERS = ("system", "pairs", "same\nanswers", "tokens a round\nA -> B", "end to end tok/s\nA -> B")
+_SPEEDS = ("system", "end to end\nB over A", "speed-up over\nbaseline in A", "speed-up over\nbaseline in B")
+"""Two tables, so that they fit a narrow screen; with 95% intervals."""
 
 
 def comparison(one: Results, other: Results, a: str, b: str) -> RenderableType:
@@ -44,20 +38,21 @@ def comparison(one: Results, other: Results, a: str, b: str) -> RenderableType:
         if mine != yours:
             datasets.remove(dataset)  # the same index is another prompt
     parts: list[RenderableType] = [Text(f"A  {a}"), Text(f"B  {b}"), *_differences(one, other), Text("")]
-    rows = 0
+    apart: list[str] = []
+    compared = False
     for dataset in [*datasets, *([ALL] if len(datasets) > 1 else [])]:
         title = "all data sets" if dataset == ALL else dataset
-        table = Table(*_COLUMNS, box=box.SIMPLE_HEAD, pad_edge=False, title=Text(title, "bold"), title_justify="left")
-        table.columns[0].no_wrap = True
-        for column in table.columns[1:]:
-            column.justify = "right"
-        for system in shared:
-            cells = _row(one, other, system, dataset, datasets)
-            if cells is not None:
-                table.add_row(*cells)
-                rows += 1
-        parts.append(table)
-    if not rows:
+        pairs = [_pair(one, other, system, dataset, datasets) for system in shared]
+        found = [pair for pair in pairs if pair is not None]
+        compared = compared or bool(found)
+        parts += [
+            _table(title, _ANSWERS, [p.answers() for p in found]),
+            _table("", _SPEEDS, [p.speeds() for p in found]),
+        ]
+        apart += [f"{pair.system} on {title}" for pair in found if pair.apart]
+    if apart:
+        parts.append(Text(f"speed-ups whose intervals do not meet: {', '.join(apart)}", "bold"))
+    if not compared:
         raise RequestError("the two results share no system that answered the same prompts: nothing to compare")
     return Group(*parts)
 
@@ -82,26 +77,69 @@ def _flat(value: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     return found
 
 
-def _row(one: Results, other: Results, system: str, dataset: str, datasets: list[str]) -> list[str] | None:
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    if title:
+        table.title, table.title_justify = Text(title, "bold"), "left"
+    for column in table.columns:
+        column.justify, column.no_wrap = "right", True
+    table.columns[0].justify = "left"
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A system in both results, over the prompts that both have.
+
+    Attributes:
+        then, now: A's figures and B's, each against the baseline of its own run.
+        against: B's with A's answers as their baseline: the same definitions as in every table.
+    """
+
+    system: str
+    pairs: int
+    then: Figures
+    now: Figures
+    against: Figures
+
+    @property
+    def apart(self) -> bool:
+        """Whether the intervals of the two speed-ups have nothing in common."""
+        one, other = self.then.speedup, self.now.speedup
+        if one is None or other is None or None in (one.low, one.high, other.low, other.high):
+            return False
+        return max(one.low or 0.0, other.low or 0.0) > min(one.high or 0.0, other.high or 0.0)
+
+    def answers(self) -> list[str]:
+        """In the order of ``_ANSWERS``."""
+        then, now, same = self.then, self.now, self.against.identity
+        return [
+            self.system,
+            str(self.pairs),
+            NOTHING if same is None else f"{same.identical} of {same.compared}",
+            _arrow(then.acceptance_length or then.server_length, now.acceptance_length or now.server_length, 3),
+            _arrow(then.rate, now.rate, 1),
+        ]
+
+    def speeds(self) -> list[str]:
+        """In the order of ``_SPEEDS``."""
+        return [self.system, *(speedup(figures.speedup) for figures in (self.against, self.then, self.now))]
+
+
+def _pair(one: Results, other: Results, system: str, dataset: str, datasets: list[str]) -> _Pair | None:
     """One system; None without a prompt that both answered."""
     chosen = datasets if dataset == ALL else [dataset]
     mine, yours = _both(one, other, system, chosen)
     if not mine:
         return None
-    # B's answers with A's as their baseline: the same definitions as in every table.
+    then, now = (
+        figures(records, results.of(results.baseline, ALL), results.partings)
+        for results, records in ((one, mine), (other, yours))
+    )
     renamed = [replace(record, system=f"{system} in A") for record in mine]
-    against = figures(yours, renamed)
-    then, now = (_within(results, system, records) for results, records in ((one, mine), (other, yours)))
-    same = against.identity
-    return [
-        system,
-        str(len(mine)),
-        _arrow(then.acceptance_length or then.server_length, now.acceptance_length or now.server_length, 3),
-        _arrow(then.rate, now.rate, 1),
-        speedup(against.speedup),
-        _arrow(_value(then.speedup), _value(now.speedup), 2),
-        NOTHING if same is None else f"{same.identical} of {same.compared}",
-    ]
+    return _Pair(system, len(mine), then, now, figures(yours, renamed))
 
 
 def _both(one: Results, other: Results, system: str, datasets: list[str]) -> tuple[list[Record], list[Record]]:
@@ -123,15 +161,6 @@ def _first_prompt(records: Mapping[Key, Record], key: Key) -> str | None:
     dataset, prompt, _, repeat = key
     first = records.get((dataset, prompt, 0, repeat))
     return None if first is None else first.answer.prompt_digest
-
-
-def _within(results: Results, system: str, records: list[Record]) -> Figures:
-    """The figures of these records against their own run's baseline."""
-    return figures(records, results.of(results.baseline, ALL), results.partings)
-
-
-def _value(ratio: Ratio | None) -> float | None:
-    return None if ratio is None else ratio.value
 
 
 def _arrow(then: float | None, now: float | None, digits: int) -> str:

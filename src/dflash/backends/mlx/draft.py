@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from dflash.backends.draft import PublishedDraft
 from dflash.backends.mlx.architectures import Anatomy
 from dflash.backends.mlx.cache import AttentionCache, Rows
 from dflash.backends.mlx.rotary import Rotary
@@ -90,15 +91,10 @@ class DraftLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class DFlashDraftModel(nn.Module):
+class DFlashDraftModel(PublishedDraft, nn.Module):
     """A DFlash draft, and as such a drafter.
 
     Attributes:
-        config: see ``DFlashConfig``.
-        path: the folder it was loaded from, None for one made in memory.
-        sliding_window_size: committed positions the draft may look back on; None for all.
-        min_confidence: a block ends where the draft itself gives the run of its best tokens less than this
-            probability. The first token is always proposed; 0 proposes whole blocks, and then nothing waits for it.
         dtype: what it computes in: features are cast to it, and its last hidden state to the head's dtype.
     """
 
@@ -128,21 +124,6 @@ class DFlashDraftModel(nn.Module):
         self.once = Warnings(self)
         self._fits: weakref.WeakSet[Anatomy] = weakref.WeakSet()
 
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return self.path.name if self.path is not None else type(self).__name__
-
-    @property
-    def block_size(self) -> int:
-        """As trained."""
-        return self.config.block_size
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Target layers it reads."""
-        return self.config.target_layer_ids
-
     def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> DFlashDrafting:
         """See ``protocols.Drafter``."""
         if not isinstance(target, MlxTarget):
@@ -165,14 +146,6 @@ class DFlashDraftModel(nn.Module):
         cap = self.config.final_logit_softcapping
         return scores if cap is None else mx.tanh(scores / cap) * cap
 
-    def windows(self) -> list[tuple[int | None, bool]]:
-        """For each layer: its window and whether it is causal inside the block."""
-        window = self.config.sliding_window
-        return [
-            (window if kind == "sliding_attention" else None, causal)
-            for kind, causal in zip(self.config.layer_types, self.config.causal, strict=True)
-        ]
-
 
 class DFlashDrafting:
     """A draft at work: the context keys and values of some rows, committed positions only."""
@@ -183,17 +156,11 @@ class DFlashDrafting:
         self.draft = draft
         self.target = target
         self.rows = Rows(len(sampling))
-        self.context = [AttentionCache(self.rows, self._lookback(window), step) for window, _ in draft.windows()]
+        self.context = [AttentionCache(self.rows, draft.lookback(window), step) for window, _ in draft.windows()]
         self._sampler = None
         if samples and not all(one.greedy for one in sampling):
             self._sampler = _Sampler(sampling, target.vocab_size)
         self._finite: mx.array | None = None
-
-    def _lookback(self, window: int | None) -> int | None:
-        """Slots a layer needs: its own window or the user's bound, whichever is less."""
-        bound = self.draft.sliding_window_size
-        sizes = [size for size in (window, None if bound is None else bound + 1) if size is not None]
-        return min(sizes, default=None)
 
     def extend(self, tokens: list[list[int]], features: Features) -> None:
         """Absorb the features of newly committed positions; they are not needed afterwards."""

@@ -26,6 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
+from dflash.backends.draft import PublishedDraft
 from dflash.backends.torch.attention import grouped
 from dflash.backends.torch.cache import AttentionLayer, Rows
 from dflash.backends.torch.target import TorchTarget
@@ -91,16 +92,8 @@ class DraftLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class DFlashDraftModel(nn.Module):
-    """A DFlash draft, and as such a drafter.
-
-    Attributes:
-        config: see ``DFlashConfig``.
-        path: the folder it was loaded from, None for one made in memory.
-        sliding_window_size: committed positions the draft may look back on; None for all.
-        min_confidence: a block ends where the draft itself gives the run of its best tokens less than this
-            probability. The first token is always proposed; 0 proposes whole blocks.
-    """
+class DFlashDraftModel(PublishedDraft, nn.Module):
+    """A DFlash draft, and as such a drafter."""
 
     def __init__(self, config: DFlashConfig, path: Path | None = None, sliding_window_size: int | None = None) -> None:
         """
@@ -120,21 +113,6 @@ class DFlashDraftModel(nn.Module):
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(rope)
         self._fits: weakref.WeakSet[TorchTarget] = weakref.WeakSet()
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        return self.path.name if self.path is not None else type(self).__name__
-
-    @property
-    def block_size(self) -> int:
-        """As trained."""
-        return self.config.block_size
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """Target layers it reads."""
-        return self.config.target_layer_ids
 
     @property
     def dtype(self) -> torch.dtype:
@@ -168,14 +146,6 @@ class DFlashDraftModel(nn.Module):
         cap = self.config.final_logit_softcapping
         return scores if cap is None else torch.tanh(scores / cap) * cap
 
-    def windows(self) -> list[tuple[int | None, bool]]:
-        """For each layer: its window and whether it is causal inside the block."""
-        window = self.config.sliding_window
-        return [
-            (window if kind == "sliding_attention" else None, causal)
-            for kind, causal in zip(self.config.layer_types, self.config.causal, strict=True)
-        ]
-
 
 class DFlashDrafting:
     """A draft at work: the context keys and values of some rows, committed positions only."""
@@ -186,16 +156,10 @@ class DFlashDrafting:
         self.draft = draft
         self.target = target
         self.rows = Rows(len(sampling), draft.fc.weight.device)
-        self.context = [AttentionLayer(self.rows, self._lookback(window), step) for window, _ in draft.windows()]
+        self.context = [AttentionLayer(self.rows, draft.lookback(window), step) for window, _ in draft.windows()]
         self._samplers = [_Sampler(s, samples and not s.greedy) for s in sampling]
         self._finite: Tensor | None = None
         self._warned = False
-
-    def _lookback(self, window: int | None) -> int | None:
-        """Slots a layer needs: its own window or the user's bound, whichever is less."""
-        bound = self.draft.sliding_window_size
-        sizes = [size for size in (window, None if bound is None else bound + 1) if size is not None]
-        return min(sizes, default=None)
 
     @torch.inference_mode()
     def extend(self, tokens: list[list[int]], features: Features) -> None:
