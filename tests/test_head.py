@@ -67,6 +67,13 @@ def test_it_is_arranged_once_and_anew_when_the_weights_change(plain: nn.Linear) 
     torch.testing.assert_close(scores(head, x), scores(plain, x), rtol=1e-5, atol=1e-5)
 
 
+def test_weights_made_in_inference_mode_are_arranged_too() -> None:
+    with torch.inference_mode():
+        made = nn.Linear(48, 300)
+    x = torch.randn(1, 8, 48)
+    torch.testing.assert_close(scores(PackedHead(made), x), scores(made, x), rtol=1e-5, atol=1e-5)
+
+
 def test_training_goes_through_it(plain: nn.Linear) -> None:
     x = torch.randn(1, 8, 48, requires_grad=True)
     PackedHead(plain)(x).sum().backward()

@@ -132,6 +132,12 @@ def disturbed(results: Results) -> int:
     return sum((answer.cpu_seconds or 0.0) < BUSY * answer.seconds for answer in answers)
 
 
+_IF_SLOWER = {
+    "draft": "Try a smaller --block-size or a larger --draft-min-confidence, and the thinking mode it was trained for.",
+    "ngram": "Try a smaller --block-size.",
+}
+
+
 def remarks(results: Results) -> list[str]:
     """What the numbers alone do not say."""
     lines = [] if results.complete else ["NOT COMPLETE: stopped early; the same command with --output goes on."]
@@ -142,10 +148,10 @@ def remarks(results: Results) -> list[str]:
         )
     overall = list(results.figures().values())[-1]
     for name, found in overall.items():
-        if found.speedup is not None and found.speedup.value < 1 and name in ("draft", "ngram"):
+        if found.speedup is not None and found.speedup.value < 1 and name in _IF_SLOWER:
             lines.append(
                 f"{name} is SLOWER than {results.baseline} here: a round costs more than the tokens it brings. "
-                "Try a smaller --block-size, and the thinking mode the draft was trained for."
+                + _IF_SLOWER[name]
             )
         if found.acceptance_length is None and found.server_length is not None:
             lines.append(f"* {name}: as the server counts it, tokens beyond the end of an answer perhaps included.")

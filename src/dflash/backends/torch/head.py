@@ -1,9 +1,9 @@
 """The scores of a few positions on a CPU in float32, from a copy of the head's weights in the library's own layout.
 
 A head is the widest matrix of a model (SmolLM2: 49152 by 576), and for a block's handful of rows torch hands it
-to MKL, whose kernels for 4 to 15 rows rearrange the whole of it at every call: 8 rows cost 26 to 30 ms here, one
-row 8 and sixteen 16 (``benchmarks/block_cost.py``). A round scores two blocks, the draft's and the target's. Arranged
-once, by oneDNN, the same 8 rows cost 10 ms. The copy is the price: as many bytes as the head has.
+to MKL, whose kernels for 4 to 15 rows rearrange the whole of it at every call: 8 rows cost 20 ms here, one row 6 and
+sixteen 13 (``docs/benchmark/block_cost-float32.json``). A round scores two blocks, the draft's and the target's.
+Arranged once, by oneDNN, the same 8 rows cost 8 ms. The copy is the price: as many bytes as the head has.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PackedHead(nn.Linear):
     """A head that shares its parameters with the one it stands for and keeps an arranged copy of the weights.
 
     Training, autocast, other dtypes and devices go the usual way. The copy is made at first use, and anew when the
-    weights were changed since.
+    weights were changed since, as far as torch counts it: what is written through ``weight.data`` it does not.
     """
 
     def __init__(self, head: nn.Linear) -> None:
@@ -38,7 +38,7 @@ class PackedHead(nn.Linear):
         usual = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not input.numel()
         if usual or any(t.device.type != "cpu" or t.dtype != torch.float32 for t in (input, weight)):
             return F.linear(input, weight, self.bias)
-        state = (weight.data_ptr(), weight._version)
+        state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         packed = self._packed
         if packed is None or packed[0] != state:
             # Outside of inference mode, where a tensor is allowed to be of another layout.
