@@ -121,7 +121,8 @@ def test_interrupted_it_ends_quietly(run: Callable[..., Any], monkeypatch: pytes
         (["generate", "--model", "/nowhere/at-all", "--prompt", "x"], "/nowhere/at-all does not exist"),
         (["generate", "--prompt", "x", "--block-size", "1"], "--block-size must be at least 2"),
         (["generate", "--prompt", "x", "--draft", "/nowhere/draft"], "/nowhere/draft does not exist"),
-        (["generate", "--prompt", "x", "--drafter", "dflash"], "needs a draft: give --draft"),
+        (["generate", "--prompt", "x", "--drafter", "dflash"], "--drafter dflash needs a draft: give --draft"),
+        (["generate", "--prompt", "x", "--drafter", "both"], "--drafter both needs a draft: give --draft"),
         (["generate", "--prompt", "x", "--draft", "d", "--drafter", "none"], "not used by --drafter none"),
         (["generate", "--prompt", "x", "--draft-sliding-window-size", "9"], "needs a draft"),
         (["generate", "--prompt", "x", "--draft-min-confidence", "0.2"], "needs a draft"),
@@ -179,7 +180,7 @@ def test_what_is_in_force_is_recorded(run: Callable[..., Any], draft: Path) -> N
         return json.loads(run("generate", *SHORT, "--json", *arguments).stdout)["settings"]
 
     with_draft = settings("--draft", draft)
-    assert (with_draft["drafter"], with_draft["draft"], with_draft["block_size"]) == ("dflash", str(draft), 8)
+    assert (with_draft["drafter"], with_draft["draft"], with_draft["block_size"]) == ("both", str(draft), 8)
     plain = settings("--drafter", "none", "--dtype", "bfloat16")
     assert (plain["drafter"], plain["block_size"], plain["dtype"]) == ("none", 1, "bfloat16")
 

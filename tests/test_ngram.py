@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dflash.drafters import NGramDrafter
-from dflash.drafters.ngram import _Lookup
+from dflash.drafters.ngram import Lookup
 from dflash.errors import RequestError
 from dflash.protocols import NOTHING, Features
 from dflash.sampling import SamplingParams
@@ -16,7 +16,7 @@ from dflash.sampling import SamplingParams
 A, B, C, D, E, X, Y, Z = range(8)
 
 
-def lookup(*histories: list[int], **options: Any) -> _Lookup:
+def lookup(*histories: list[int], **options: Any) -> Lookup:
     """At work on rows whose targets hold these tokens."""
     drafter = NGramDrafter(**options)
     drafting = drafter.start(None, [SamplingParams()] * len(histories), "match", 8)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_rows_are_kept_in_the_order_asked_for() -> None:
     assert drafting.propose([E, B], 1).tokens == [[Y], [C]]
     drafting.extend([[E], [B]], Features(None, [1, 1]))
     drafting.select([1])
-    assert drafting.propose([C], 2).tokens == [[A]]  # one token: that row's last proposal fell
+    assert drafting.propose([C], 2).tokens == [[A, B]]  # two tokens: that row's guess of one came true
 
 
 def test_history_grows_in_pieces_as_in_one() -> None:
@@ -159,12 +159,26 @@ def test_senseless_ngram_lengths_are_refused(sizes: tuple[Any, Any]) -> None:
 def test_proposals_shrink_where_they_fall_and_grow_where_they_stand() -> None:
     """What an answer that does not repeat would pay for blocks that are always wrong."""
     drafting = NGramDrafter(block_size=8, min_ngram=1).start(None, [SamplingParams()], "match", 8)  # type: ignore[arg-type]
-    drafting.extend([[1] * 40], Features(None, [40]))
-    widths = []
+    drafting.extend([list(range(1000))], Features(None, [1000]))
+    widths, pending = [], 5
     for stood in (0, 0, 1, 3, 2, 7):  # of 7, 1, 1, 3, 7 and 2 proposed
-        width = drafting.propose([1], 7).width
-        widths.append(width)
-        new = min(stood, width) + 1
-        drafting.extend([[1] * new], Features(None, [new]))
-    widths.append(drafting.propose([1], 7).width)
+        [found] = drafting.propose([pending], 7).tokens
+        assert found == list(range(pending + 1, pending + 1 + len(found)))
+        widths.append(len(found))
+        came = found[:stood]
+        drafting.extend([[pending, *came]], Features(None, [1 + len(came)]))
+        # The target's own token: what goes on, or, where a proposal fell, a leap elsewhere.
+        pending = found[-1] + 1 if len(came) == len(found) else pending + 100
+    widths.append(drafting.propose([pending], 7).width)
     assert widths == [7, 1, 1, 3, 7, 2, 5]
+
+
+def test_a_guess_that_was_not_proposed_is_judged_by_what_came() -> None:
+    drafting = lookup(list(range(1000)), min_ngram=1, block_size=4)
+    assert drafting.continuations([5], 7) == [[6, 7, 8, 9]]
+    drafting.extend([[5]], Features(None, [1]))  # another drafter was asked, and fell; the target's own token is 6
+    assert drafting.continuations([6], 7) == [[7, 8, 9, 10]], "not known to be wrong"
+    drafting.extend([[6, 7, 8, 9, 10]], Features(None, [5]))  # another drafter gave all of it
+    assert len(drafting.continuations([11], 20)[0]) == 9
+    drafting.extend([[11, 12, 13]], Features(None, [3]))
+    assert len(drafting.continuations([500], 20)[0]) == 2

@@ -29,7 +29,7 @@ import tiny
 from dflash.backends.torch import verify
 from dflash.backends.torch.target import TorchTarget
 from dflash.decode import Request, decode
-from dflash.drafters import NGramDrafter, NoDrafter
+from dflash.drafters import BothDrafters, NGramDrafter, NoDrafter
 from dflash.errors import RequestError
 from dflash.limits import Output
 from dflash.protocols import NOTHING, Features, Proposal
@@ -199,6 +199,12 @@ def test_joint_distribution_with_a_dflash_draft(
     assert p_value(target, draft, PARAMS["all"], verification) > 1e-3
 
 
+@pytest.mark.parametrize("verification", ["match", "rejection"])
+def test_joint_distribution_with_a_draft_and_n_grams(torch_target: TorchTarget, verification: str) -> None:
+    both = BothDrafters(GuessDrafter(True), NGramDrafter(min_ngram=1))
+    assert p_value(torch_target, both, PARAMS["all"], verification) > 1e-3
+
+
 def broken_argmax_q(p: Tensor, drafted: Tensor, q: Tensor | None, *noise: Tensor) -> Any:
     """V5: the ratio of a fixed draft computed as if it had been drawn from the uniform distribution."""
     return ORIGINAL(p, drafted, torch.full_like(p[:-1], 1 / VOCAB), *noise)
@@ -242,7 +248,8 @@ def test_a_seeded_answer_is_the_same_with_every_drafter_and_block(target: Any, t
     params = SamplingParams(temperature=1.0, top_p=0.95, repetition_penalty=1.1, seed=11)
     plain = answer(target, NoDrafter(), params)
     draft = draft_for(target, tmp_path, mask_token_id=4)
-    for drafter in (GuessDrafter(False), GuessDrafter(True), NGramDrafter(min_ngram=1), draft):
+    both = BothDrafters(draft, NGramDrafter(min_ngram=1))
+    for drafter in (GuessDrafter(False), GuessDrafter(True), NGramDrafter(min_ngram=1), draft, both):
         assert answer(target, drafter, params) == plain
     for block in (2, 3, 5, 8):
         assert answer(target, draft, params, block_size=block) == plain

@@ -51,8 +51,9 @@ def test_it_is_small_and_says_how_it_was_made() -> None:
 
 
 def test_it_is_used_where_nothing_else_is_asked() -> None:
-    assert (Wanted(DEFAULT_MODEL).kind, Wanted(DEFAULT_MODEL).draft_source) == ("dflash", DEFAULT_MODEL)
+    assert (Wanted(DEFAULT_MODEL).kind, Wanted(DEFAULT_MODEL).draft_source) == ("both", DEFAULT_MODEL)
     assert Wanted(DEFAULT_MODEL, drafter="dflash").draft_source == DEFAULT_MODEL
+    assert Wanted(DEFAULT_MODEL, drafter="both").draft_source == DEFAULT_MODEL
     assert Wanted(DEFAULT_MODEL, drafter="ngram").draft_source is None
     assert Wanted("another", drafter=None).kind == "ngram"
     assert Wanted(DEFAULT_MODEL, draft="mine").draft_source == "mine"
@@ -61,7 +62,7 @@ def test_it_is_used_where_nothing_else_is_asked() -> None:
 def test_the_demo_runs_it() -> None:
     done = CliRunner().invoke(app, ["demo"])
     assert done.exit_code == 0, done.output
-    assert "draft smollm2-135m" in done.stdout
+    assert "draft smollm2-135m and n-grams" in done.stdout
     assert done.stdout.count("identical to plain decoding: yes") == 2
 
 

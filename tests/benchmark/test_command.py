@@ -29,7 +29,7 @@ from dflash.difference import Difference
 from dflash.errors import RequestError
 
 DATASETS = ("--dataset", "gsm8k-sample", "--dataset", "mt-bench-sample", "--max-samples", "2", "--max-new-tokens", "6")
-SYSTEMS = ["draft", "ngram", "plain", "transformers", "transformers-lookup"]
+SYSTEMS = ["draft", "both", "ngram", "plain", "transformers", "transformers-lookup"]
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def one_line(text: str) -> str:
 def test_everything_is_measured_and_written(measured: tuple[Path, Any], results: Results) -> None:
     place, result = measured
     assert list(results.systems) == SYSTEMS and results.baseline == "plain" and results.complete
-    assert len(results.records) == 5 * (2 + 2 * 2), "five systems, two prompts of one turn and two of two"
+    assert len(results.records) == 6 * (2 + 2 * 2), "six systems, two prompts of one turn and two of two"
     for rows in results.figures().values():
         for name, found in rows.items():
             assert found.failures == 0
@@ -99,7 +99,7 @@ def test_everything_is_measured_and_written(measured: tuple[Path, Any], results:
     said = one_line(result.stdout)
     assert "greedy, at most 6 tokens, thinking as the template has it" in said
     assert "all data sets, 4 prompts" in said and "baseline" in said
-    assert "conversations: 20 of 20" in result.stderr
+    assert "conversations: 24 of 24" in result.stderr
 
 
 def test_the_record_says_where_with_what_and_how(results: Results) -> None:
@@ -195,12 +195,12 @@ def test_stopped_it_shows_what_it_has_and_goes_on(
     assert result.exit_code == 130
     assert "NOT COMPLETE" in result.stdout and "NOT COMPLETE" in (tmp_path / "report.html").read_text()
     stopped = load(tmp_path / "results.json")
-    assert not stopped.complete and 0 < len(stopped.records) < 30
+    assert not stopped.complete and 0 < len(stopped.records) < 36
     monkeypatch.undo()
     result = run(*DATASETS, "--output", tmp_path)
     assert result.exit_code == 0
     whole = load(tmp_path / "results.json")
-    assert whole.complete and len(whole.records) == 30
+    assert whole.complete and len(whole.records) == 36
     kept = {(r.system, r.key): r for r in whole.records}
     assert all(kept[r.system, r.key] == r for r in stopped.records)
 
@@ -233,7 +233,7 @@ def test_said_nothing_it_takes_a_few_of_each_sample(run: Callable[..., Any], tmp
     ("arguments", "message"),
     [
         (["--prompt", "x", "--dataset", "gsm8k"], "leave one of them out"),
-        (["--prompt", "x", "--systems", "llama.cpp"], "--systems llama.cpp cannot run here: there are draft, ngram"),
+        (["--prompt", "x", "--systems", "llama.cpp"], "llama.cpp cannot run here: there are draft, both, ngram"),
         (["--prompt", "x", "--systems", "transformers-assisted"], "needs --assistant-model"),
         (["--prompt", "x", "--systems", "transformers-lookup", "--batch-size", "2"], "one prompt at a time"),
         (["--prompt", "x", "--temperature", "-1"], "temperature must be a number in"),
@@ -309,7 +309,7 @@ def test_two_results_are_compared(
         ],
     )
     text = printed(comparison(results, faster, "a.json", "b.json"))
-    assert text.count("2.00x (2.00-2.00)") == 5 * 3, "five systems; two data sets and all"
+    assert text.count("2.00x (2.00-2.00)") == 6 * 3, "six systems; two data sets and all"
     assert "setting differs: block_size: None -> 4" in text and "2 of 2" in text
     assert "do not meet" not in text, "all are faster, the speed-ups are as they were"
     assert "…" not in printed(comparison(results, faster, "a.json", "b.json"), 80)
@@ -385,7 +385,7 @@ def test_a_busy_machine_is_told(results: Results) -> None:
         return replace(results, records=records)
 
     assert all(r.answer.cpu_seconds for r in results.records)
-    assert "30 of 30 answers had less than 80% of a processor" in " ".join(remarks(shared(0.5)))
+    assert "36 of 36 answers had less than 80% of a processor" in " ".join(remarks(shared(0.5)))
     assert "processor" not in " ".join(remarks(shared(1.0)))
     on_gpu = replace(shared(0.5), environment={**results.environment, "device": "cuda:0"})
     assert "processor" not in " ".join(remarks(on_gpu))
@@ -396,7 +396,7 @@ def test_the_table_fits_the_screen(results: Results, width: int) -> None:
     text = printed(tables(results, width), width)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     assert "…" not in text
-    assert len(text.splitlines()) < 75
+    assert len(text.splitlines()) < 85
 
 
 def test_only_plots_with_something_to_show_are_drawn(results: Results, tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 from dflash.benchmark.http import Server
 from dflash.benchmark.peers import PROMPT_LOOKUP_TOKENS, MlxGenerate, TransformersGenerate
 from dflash.benchmark.systems import Asking, Loop, System
-from dflash.drafters import NGramDrafter, NoDrafter
+from dflash.drafters import BothDrafters, NGramDrafter, NoDrafter
 from dflash.errors import RequestError
 from dflash.protocols import Drafter, Target
 
 PLAIN = "plain"
 DRAFT = "draft"
+BOTH = "both"
 NGRAM = "ngram"
 TRANSFORMERS = "transformers"
 LOOKUP = "transformers-lookup"
@@ -25,7 +26,7 @@ MLX_LM = "mlx-lm"
 BASELINES = (PLAIN, TRANSFORMERS, MLX_LM)
 """The first of these that runs is what the others are compared with."""
 
-OURS = (DRAFT, PLAIN, NGRAM)
+OURS = (DRAFT, BOTH, PLAIN, NGRAM)
 """They draw from one generator a request: with a seed, their answers are the same even when sampled."""
 
 
@@ -89,6 +90,9 @@ def _descriptions(loaded: Loaded) -> dict[str, str]:
     draft += "" if loaded.draft is None else f", block {loaded.block_size or loaded.draft.block_size}"
     found = {
         DRAFT: f"our loop with {draft}" if loaded.draft is not None else "",
+        BOTH: "our loop with the draft, and with n-grams where they promise as much"
+        if loaded.draft is not None
+        else "",
         NGRAM: f"our loop with the n-gram drafter{block}",
         PLAIN: "our loop with no drafter",
     }
@@ -103,8 +107,8 @@ def _descriptions(loaded: Loaded) -> dict[str, str]:
 
 
 def _why(name: str, loaded: Loaded) -> str:
-    if name == DRAFT and loaded.draft is None:
-        return " (draft needs --draft-model)"
+    if name in (DRAFT, BOTH) and loaded.draft is None:
+        return f" ({name} needs --draft-model)"
     if name == ASSISTED and loaded.assistant is None:
         return f" ({ASSISTED} needs --assistant-model)"
     return " (the others take one prompt at a time)" if loaded.at_once > 1 else ""
@@ -119,9 +123,9 @@ def _build(name: str, loaded: Loaded) -> System:
         assistant = loaded.assistant if name == ASSISTED else None
         return TransformersGenerate(name, target, asking, lookup, assistant, loaded.at_once)
     drafter: Drafter = NGramDrafter() if name == NGRAM else NoDrafter()
-    if name == DRAFT:
+    if name in (DRAFT, BOTH):
         assert loaded.draft is not None
-        drafter = loaded.draft
+        drafter = BothDrafters(loaded.draft) if name == BOTH else loaded.draft
     return Loop(name, target, drafter, asking, loaded.block_size, loaded.at_once, loaded.split)
 
 

@@ -134,6 +134,7 @@ def disturbed(results: Results) -> int:
 
 _IF_SLOWER = {
     "draft": "Try a smaller --block-size or a larger --draft-min-confidence, and the thinking mode it was trained for.",
+    "both": "Try a smaller --block-size or a larger --draft-min-confidence.",
     "ngram": "Try a smaller --block-size.",
 }
 

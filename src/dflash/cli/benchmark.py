@@ -104,8 +104,8 @@ def benchmark(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Of draft, ngram, plain, transformers, transformers-lookup, transformers-assisted, mlx-lm, separated "
-            "by commas. By default all that can run.",
+            help="Of draft, both, ngram, plain, transformers, transformers-lookup, transformers-assisted, mlx-lm, "
+            "separated by commas. By default all that can run.",
             rich_help_panel=_WHAT,
             show_default=False,
         ),
@@ -198,7 +198,7 @@ def benchmark(
         if one.note is not None:
             console.say("note", one.note, "bold yellow")
     wanted = None if systems is None else [name.strip() for name in systems.split(",")]
-    if draft is None and backend != "openai" and (wanted is None or "draft" in wanted):
+    if draft is None and backend != "openai" and (wanted is None or {"draft", "both"} & {*wanted}):
         draft = shipped_draft(model or DEFAULT_MODEL)
     share = Share.of_environment()
     settings: dict[str, Any] = {
@@ -217,7 +217,7 @@ def benchmark(
         bench = _of_servers(base_url or [], model, asking, at_once, timeout, draft, wanted)
     else:
         pair = Wanted(
-            model or DEFAULT_MODEL, draft, None if draft else "none", block_size, _engine(backend), dtype,
+            model or DEFAULT_MODEL, draft, "dflash" if draft else "none", block_size, _engine(backend), dtype,
             share.device(device), revision, draft_revision, trust_remote_code, draft_sliding_window_size,
             draft_bits, draft_min_confidence,
         )  # fmt: skip

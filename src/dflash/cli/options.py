@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
-DrafterKind: TypeAlias = Literal["ngram", "none", "dflash"]
+DrafterKind: TypeAlias = Literal["ngram", "none", "dflash", "both"]
 Backend: TypeAlias = Literal["torch", "mlx"]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Verification: TypeAlias = Literal["match", "rejection"]
@@ -34,8 +34,9 @@ Drafter = Annotated[
     DrafterKind | None,
     typer.Option(
         metavar="WHO",
-        help="Who proposes: dflash (a draft), ngram (text seen before) or none (plain decoding). "
-        "By default dflash where --draft is given or a draft is shipped for the target, else ngram, which pays where "
+        help="Who proposes: dflash (a draft), ngram (text seen before), both (ngram where it promises as much as the "
+        "draft) or none (plain decoding). "
+        "By default both where --draft is given or a draft is shipped for the target, else ngram, which pays where "
         "answers repeat text and may cost a little elsewhere.",
         show_default=False,
         rich_help_panel=_LOADING,

@@ -13,9 +13,13 @@ from dflash.checkpoint import Place, locate, shipped_draft
 from dflash.cli import console
 from dflash.cli.options import Backend, DrafterKind, Dtype
 from dflash.draft_config import confidence
+from dflash.drafters import BothDrafters
 from dflash.errors import RequestError
 from dflash.generate import as_drafter, choose_block
 from dflash.protocols import Drafter, Target
+
+DRAFTING: tuple[DrafterKind, ...] = ("dflash", "both")
+"""The drafters that need a draft."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Wanted:
     def __post_init__(self) -> None:
         if self.draft_source is None:
             for option, value in (
-                ("--drafter dflash", self.drafter == "dflash"),
+                (f"--drafter {self.drafter}", self.drafter in DRAFTING),
                 ("--draft-sliding-window-size", self.draft_sliding_window_size is not None),
                 ("--draft-revision", self.draft_revision is not None),
                 ("--draft-bits", self.draft_bits is not None),
@@ -51,7 +55,7 @@ class Wanted:
             ):
                 if value:
                     raise RequestError(f"{option} needs a draft: give --draft with a folder or a hub id")
-        elif self.kind != "dflash":
+        elif self.kind not in DRAFTING:
             raise RequestError(f"--draft is not used by --drafter {self.kind}: leave one of them out")
         if self.block_size is not None and self.block_size < 2:
             raise RequestError(
@@ -62,14 +66,14 @@ class Wanted:
     @property
     def draft_source(self) -> str | None:
         """The draft in force: the one given, else, where nothing else is asked for, one that comes with the package."""
-        if self.draft is not None or self.drafter not in (None, "dflash"):
+        if self.draft is not None or self.drafter not in (None, *DRAFTING):
             return self.draft
         return shipped_draft(self.model)
 
     @property
     def kind(self) -> DrafterKind:
         """What drafts: as asked for, else a draft where there is one."""
-        return self.drafter or ("ngram" if self.draft_source is None else "dflash")
+        return self.drafter or ("ngram" if self.draft_source is None else "both")
 
 
 @dataclass(frozen=True)
@@ -89,15 +93,16 @@ class Pair:
     @property
     def min_confidence(self) -> float | None:
         """In force; None where no DFlash draft is."""
-        if self.wanted.kind != "dflash":
+        if self.wanted.kind not in DRAFTING:
             return None
         return confidence(self.wanted.draft_min_confidence, self.dtype, "cpu" in str(self.target.device))
 
     @property
     def drafter_label(self) -> str:
         """For people."""
-        draft = self.wanted.draft_source
-        return {"ngram": "n-grams", "none": "plain decoding"}.get(self.wanted.kind) or f"draft {Path(draft or '').name}"
+        draft = f"draft {Path(self.wanted.draft_source or '').name}"
+        kinds = {"ngram": "n-grams", "none": "plain decoding", "dflash": draft, "both": f"{draft} and n-grams"}
+        return kinds[self.wanted.kind]
 
     def settings(self) -> dict[str, Any]:
         """For records: the options, with what was in force for those left open."""
@@ -133,7 +138,7 @@ def load_pair(wanted: Wanted) -> Pair:
 def _drafter(wanted: Wanted) -> Drafter:
     if wanted.draft_source is None:
         return as_drafter(wanted.kind)
-    return dflash.load_draft(
+    draft = dflash.load_draft(
         wanted.draft_source,
         wanted.draft_sliding_window_size,
         wanted.backend,
@@ -143,6 +148,7 @@ def _drafter(wanted: Wanted) -> Drafter:
         wanted.draft_bits,
         wanted.draft_min_confidence,
     )
+    return BothDrafters(draft) if wanted.kind == "both" else draft
 
 
 @contextmanager

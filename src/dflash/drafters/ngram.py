@@ -36,9 +36,9 @@ class NGramDrafter:
         self.block_size = block_size
         self.sizes = range(max_ngram, min_ngram - 1, -1)
 
-    def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> _Lookup:
+    def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> Lookup:
         """Empty histories for as many rows as there are sampling parameters."""
-        return _Lookup([_History(self.sizes, self.block_size) for _ in sampling])
+        return Lookup([_History(self.sizes, self.block_size) for _ in sampling])
 
 
 class _History:
@@ -48,21 +48,31 @@ class _History:
         self.tokens: list[int] = []
         self.sizes = sizes
         self._trust = trust
-        self._proposed = 0
+        self._guess: list[int] = []
+        self._guessed_at = 0
         self._ends: dict[tuple[int, ...], int] = {}
-
-    def judge(self, accepted: int) -> None:
-        """Propose more after what stood whole, less after what fell: a longer block costs more to check."""
-        if self._proposed:
-            self._trust = 2 * self._trust + 1 if accepted >= self._proposed else max(1, accepted)
-        self._proposed = 0
 
     def propose(self, pending: int, room: int) -> list[int]:
         """A continuation as long as the last ones deserve, at most ``room`` tokens."""
-        found = self.continuation(pending, min(room, self._trust))
+        self._judge(pending)
+        self._guess = self.continuation(pending, min(room, self._trust))
+        self._guessed_at = len(self.tokens) + 1
         self._trust = min(self._trust, max(room, 1))
-        self._proposed = len(found)
-        return found
+        return self._guess
+
+    def _judge(self, pending: int) -> None:
+        """Propose more after what came true whole, less after what did not: a longer block costs more to check.
+
+        It is judged by what came, so a guess that nobody proposed is judged too.
+        """
+        came = [*self.tokens[self._guessed_at : self._guessed_at + len(self._guess)], pending]
+        right = 0
+        while right < min(len(came), len(self._guess)) and came[right] == self._guess[right]:
+            right += 1
+        if right < min(len(came), len(self._guess)):
+            self._trust = max(1, right)
+        elif self._guess and right == len(self._guess):
+            self._trust = 2 * self._trust + 1
 
     def extend(self, tokens: list[int]) -> None:
         for token in tokens:
@@ -96,7 +106,18 @@ def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class _Lookup:
+def padded(found: list[list[int]], pending: list[int]) -> Proposal:
+    """Continuations as one proposal, as wide as the longest.
+
+    A row that found less repeats its last token: a guess as good as any, and verified like any.
+    """
+    width = max(map(len, found))
+    if width == 0:
+        return NOTHING
+    return Proposal([[*f, *[(f or [p])[-1]] * (width - len(f))] for f, p in zip(found, pending, strict=True)], width)
+
+
+class Lookup:
     """Prompt lookup at work."""
 
     def __init__(self, rows: list[_History]) -> None:
@@ -104,17 +125,14 @@ class _Lookup:
 
     def extend(self, tokens: list[list[int]], features: Features) -> None:
         for row, new in zip(self._rows, tokens, strict=True):
-            row.judge(len(new) - 1)
             row.extend(new)
 
     def propose(self, pending: list[int], room: int) -> Proposal:
-        found = [row.propose(token, room) for row, token in zip(self._rows, pending, strict=True)]
-        width = max(map(len, found))
-        if width == 0:
-            return NOTHING
-        # A row that found less repeats its last token: a guess as good as any, and verified like any.
-        padded = [[*f, *[(f or [p])[-1]] * (width - len(f))] for f, p in zip(found, pending, strict=True)]
-        return Proposal(padded, width)
+        return padded(self.continuations(pending, room), pending)
+
+    def continuations(self, pending: list[int], room: int) -> list[list[int]]:
+        """What each row would propose, at most ``room`` tokens; none where it found nothing."""
+        return [row.propose(token, room) for row, token in zip(self._rows, pending, strict=True)]
 
     def select(self, rows: list[int]) -> None:
         self._rows = [self._rows[row] for row in rows]

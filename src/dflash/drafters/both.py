@@ -1,0 +1,61 @@
+"""Prompt lookup and a draft in one: text that repeats costs no pass of the draft, other text has its proposals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dflash.drafters.ngram import Lookup, NGramDrafter, padded
+from dflash.protocols import Drafter, Drafting, Features, Proposal, Target
+from dflash.sampling import SamplingParams
+
+MEMORY = 0.8
+"""How much of its estimate of the draft a round leaves: about five rounds are remembered."""
+
+
+class BothDrafters:
+    """Proposes what followed the same words before, where that promises as much as the draft; else the draft's block.
+
+    Args:
+        draft: what proposes otherwise; it also absorbs what the lookup brought, so it is always up to date.
+        lookup: by default one with the draft's block size.
+    """
+
+    def __init__(self, draft: Drafter, lookup: NGramDrafter | None = None) -> None:
+        self.block_size = draft.block_size
+        self.taps = draft.taps
+        self.draft = draft
+        self.lookup = NGramDrafter(max(draft.block_size, 2)) if lookup is None else lookup
+
+    def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> _Both:
+        """See ``protocols.Drafter``."""
+        draft = self.draft.start(target, sampling, verification, step)
+        return _Both(draft, self.lookup.start(target, sampling, verification, step))
+
+
+class _Both:
+    """Both at work."""
+
+    def __init__(self, draft: Drafting, lookup: Lookup) -> None:
+        self._draft = draft
+        self._lookup = lookup
+        self._drafted = False
+        self._gain = 0.0
+        """Tokens that a block of the draft brought a row, on average of late."""
+
+    def extend(self, tokens: list[list[int]], features: Features) -> None:
+        if self._drafted:
+            accepted = sum(len(new) - 1 for new in tokens) / len(tokens)
+            self._gain = MEMORY * self._gain + (1 - MEMORY) * accepted
+        self._draft.extend(tokens, features)
+        self._lookup.extend(tokens, features)
+
+    def propose(self, pending: list[int], room: int) -> Proposal:
+        # A continuation is as long as the last ones deserved, so its length is what it promises.
+        found = self._lookup.continuations(pending, room)
+        promised = sum(map(len, found)) / len(found)
+        self._drafted = promised == 0 or promised < min(self._gain, room)
+        return self._draft.propose(pending, room) if self._drafted else padded(found, pending)
+
+    def select(self, rows: list[int]) -> None:
+        self._draft.select(rows)
+        self._lookup.select(rows)
