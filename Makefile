@@ -22,7 +22,7 @@ test: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python benchmarks/plain_loop.py --dtype $(DTYPE)
 
-# About six minutes on two cores. Stopped, it goes on where it was; done, the next one begins anew.
+# About ten minutes on two cores. Stopped, it goes on where it was; done, the next one begins anew.
 report: $(VENV)/ready
 	$(BIN)/dflash benchmark --draft-model $(DRAFT) --dataset gsm8k-sample --dataset mt-bench-sample \
 		--dataset humaneval-sample --max-samples $(SAMPLES) --max-new-tokens $(TOKENS) --dtype $(DTYPE) --output $(REPORT)

@@ -27,6 +27,7 @@ from transformers import (
 
 import tiny
 from dflash.backends.torch import verify
+from dflash.backends.torch.draft import DFlashDrafting
 from dflash.backends.torch.target import TorchTarget
 from dflash.decode import Request, decode
 from dflash.drafters import BothDrafters, NGramDrafter, NoDrafter
@@ -142,11 +143,13 @@ def expected(params: SamplingParams) -> dict[tuple[int, ...], float]:
     return {answer: p for answer, p in result.items() if p > 0}
 
 
-def sample(target: Any, drafter: Any, params: SamplingParams, verification: str) -> list[tuple[int, ...]]:
-    """SAMPLES answers, as rows of large batches, each row with a generator of its own."""
+def sample(
+    target: Any, drafter: Any, params: SamplingParams, verification: str, count: int, batch: int
+) -> list[tuple[int, ...]]:
+    """Answers, as rows of batches, each row with a generator of its own."""
     answers = []
-    for first in range(0, SAMPLES, 1000):
-        done = [Output(lambda ids: "", LENGTH) for _ in range(1000)]
+    for first in range(0, count, batch):
+        done = [Output(lambda ids: "", LENGTH) for _ in range(batch)]
         rows = [
             Request(PROMPT, SamplingParams(**{**vars(params), "seed": first + i}), output)
             for i, output in enumerate(done)
@@ -157,17 +160,19 @@ def sample(target: Any, drafter: Any, params: SamplingParams, verification: str)
     return answers
 
 
-def p_value(target: Any, drafter: Any, params: SamplingParams, verification: str) -> float:
+def p_value(
+    target: Any, drafter: Any, params: SamplingParams, verification: str, count: int = SAMPLES, batch: int = 1000
+) -> float:
     """Of the chi-square test that the answers are distributed as the target's; rare answers pooled."""
     want = expected(params)
-    have = Counter(sample(target, drafter, params, verification))
+    have = Counter(sample(target, drafter, params, verification, count, batch))
     assert set(have) <= set(want), "an answer the target would never give"
-    common = [answer for answer in want if want[answer] * SAMPLES >= 5]
+    common = [answer for answer in want if want[answer] * count >= 5]
     observed = [have[answer] for answer in common]
-    wanted = [want[answer] * SAMPLES for answer in common]
-    rest = SAMPLES - sum(wanted)
+    wanted = [want[answer] * count for answer in common]
+    rest = count - sum(wanted)
     if rest > 1e-6:
-        observed.append(SAMPLES - sum(observed))
+        observed.append(count - sum(observed))
         wanted.append(rest)
     assert len(wanted) > 5, "too few different answers for a test"
     return float(chisquare(observed, wanted, sum_check=False).pvalue)
@@ -189,14 +194,34 @@ def test_joint_distribution_of_plain_decoding(target: Any) -> None:
     assert p_value(target, NoDrafter(), PARAMS["all"], "match") > 1e-3
 
 
-@pytest.mark.parametrize("min_confidence", [0.0, 0.3])
 @pytest.mark.parametrize("verification", ["match", "rejection"])
-def test_joint_distribution_with_a_dflash_draft(
-    target: Any, tmp_path: Path, verification: str, min_confidence: float
-) -> None:
+def test_joint_distribution_with_a_dflash_draft(target: Any, tmp_path: Path, verification: str) -> None:
     draft = draft_for(target, tmp_path, block_size=3, mask_token_id=4)
-    draft.min_confidence = min_confidence
     assert p_value(target, draft, PARAMS["all"], verification) > 1e-3
+
+
+CUT = {"verification": "rejection", "count": 1500, "batch": 1}
+"""Rows of a batch share the longest of their blocks: only a single row's is really cut."""
+
+
+def test_joint_distribution_where_a_draft_ends_its_blocks(torch_target: TorchTarget) -> None:
+    draft = tiny.draft(torch_target, block_size=3, mask_token_id=4)
+    draft.min_confidence = 0.3
+    assert p_value(torch_target, draft, PARAMS["temperature"], **CUT) > 1e-3
+
+
+def test_blocks_that_end_by_what_was_drawn_are_found_out(torch_target: TorchTarget, monkeypatch: Any) -> None:
+    choose = DFlashDrafting._choose
+
+    def broken(self: DFlashDrafting, scores: Tensor) -> Proposal:
+        whole = choose(self, scores)
+        likely = whole.q.gather(-1, whole.tokens[..., None])[0, :, 0] > 0.3
+        width = int(likely.long().cumprod(0).sum())
+        return Proposal(whole.tokens[:, :width], width, whole.q[:, :width])
+
+    monkeypatch.setattr(DFlashDrafting, "_choose", broken)
+    draft = tiny.draft(torch_target, block_size=3, mask_token_id=4)
+    assert p_value(torch_target, draft, PARAMS["temperature"], **CUT) < 1e-9
 
 
 @pytest.mark.parametrize("verification", ["match", "rejection"])

@@ -205,6 +205,21 @@ def test_stopped_it_shows_what_it_has_and_goes_on(
     assert all(kept[r.system, r.key] == r for r in stopped.records)
 
 
+def test_the_draft_is_measured_alone_and_with_n_grams(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converse = Loop.converse
+    drafters: dict[str, str] = {}
+
+    def noted(self: Loop, talks: Any) -> Iterator[Any]:
+        drafters[self.name] = type(self._drafter).__name__
+        return converse(self, talks)
+
+    monkeypatch.setattr(Loop, "converse", noted)
+    assert run("--prompt", "x", "--systems", "draft,both,plain").exit_code == 0
+    assert drafters == {"draft": "DFlashDraftModel", "both": "BothDrafters", "plain": "NoDrafter"}
+
+
 def test_chosen_systems_in_batches_sampled_with_repeats(run: Callable[..., Any], tmp_path: Path) -> None:
     result = run(
         *DATASETS, "--systems", "ngram, plain,transformers", "--batch-size", "2", "--temperature", "0.8",
