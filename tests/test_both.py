@@ -9,6 +9,7 @@ import pytest
 import tiny
 from dflash.decode import Request, decode
 from dflash.drafters import BothDrafters, NGramDrafter, NoDrafter
+from dflash.errors import RequestError
 from dflash.limits import Output
 from dflash.protocols import Features, Proposal
 from dflash.sampling import SamplingParams
@@ -103,6 +104,12 @@ def test_rows_go_with_what_promises_more_to_all_of_them() -> None:
     asked = draft.asked
     assert drafting.propose([5, next(new)], 7).tokens[0] == [6, 7, 8, 9, 10, 11, 12], "seven and none: 3.5 each"
     assert draft.asked == asked
+
+
+@pytest.mark.parametrize("given", [("ngram",), (None,), (Draft(), "ngram"), (Draft(), NoDrafter())], ids=repr)
+def test_what_is_no_drafter_is_refused(given: Any) -> None:
+    with pytest.raises(RequestError, match="BothDrafters takes a loaded draft"):
+        BothDrafters(*given)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3-next"])

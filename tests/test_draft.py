@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -265,7 +266,7 @@ def test_blocks_are_cut_by_default_where_checking_tokens_costs(backend: str, tmp
     assert load(dtype="float32").min_confidence == 0.1
     assert load(dtype="bfloat16").min_confidence == 0.0
     assert load(dtype="float32", min_confidence=0).min_confidence == 0.0
-    assert load(dtype="bfloat16", min_confidence=0.5).min_confidence == 0.5
+    assert load(dtype="bfloat16", min_confidence=numpy.float32(0.5)).min_confidence == 0.5
 
 
 # --- in the loop ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import json
 from dataclasses import dataclass
@@ -107,10 +108,18 @@ def _fetch(name: str, revision: str | None, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=others))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        near = difflib.get_close_matches(name, [DEFAULT_MODEL])
+        told = f" (did you mean {near[0]}?)" if near else ""
         raise ModelNotFound(
-            f"no model {name!r}: it is no alias ({DEFAULT_MODEL}), no local folder, and the hub did not give it "
-            f"({' '.join(str(error).split()) or type(error).__name__})"
+            f"no model or draft {name!r}{told}: it is no alias ({DEFAULT_MODEL}), no local folder, and {_reason(error)}"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Why the hub gave nothing. Its own words are several sentences where it could not be reached."""
+    if isinstance(error, LocalEntryNotFoundError):
+        return "the hub cannot be reached from here"
+    return f"the hub did not give it ({' '.join(str(error).split()) or type(error).__name__})"
 
 
 def _refuse_missing_path(name: str) -> None:

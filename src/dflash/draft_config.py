@@ -7,6 +7,7 @@ refused, never ignored; fields that name code (auto_map, attention implementatio
 from __future__ import annotations
 
 import json
+import numbers
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -292,7 +293,7 @@ def confidence(given: object, dtype: str, on_cpu: bool) -> float:
     """
     if given is None:
         return FLOAT32_CPU_CONFIDENCE if on_cpu and dtype == "float32" else 0.0
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
+    if isinstance(given, bool) or not isinstance(given, numbers.Real) or not 0 <= float(given) <= 1:
         raise RequestError(f"min_confidence must be a probability from 0 (propose whole blocks) to 1, not {given!r}")
     return float(given)
 

@@ -254,6 +254,10 @@ def test_said_nothing_it_takes_a_few_of_each_sample(run: Callable[..., Any], tmp
         (["--prompt", "x", "--temperature", "-1"], "temperature must be a number in"),
         (["--prompt", "x", "--block-size", "1"], "--block-size must be at least 2"),
         (["--dataset", "/nowhere.jsonl"], "/nowhere.jsonl does not exist"),
+        (
+            ["--backend", "openai", "--draft-min-confidence", "0.5"],
+            "options of a draft do not go with --backend openai",
+        ),
         (["--compare", "/nowhere/a.json", "/nowhere/b.json"], "cannot read /nowhere/a.json"),
     ],
 )
@@ -329,9 +333,7 @@ def test_two_results_are_compared(
     assert "do not meet" not in text, "all are faster, the speed-ups are as they were"
     assert "…" not in printed(comparison(results, faster, "a.json", "b.json"), 80)
     save(faster, tmp_path / "b.json")
-    result = CliRunner().invoke(
-        app, ["benchmark", "--compare", str(measured[0] / "results.json"), str(tmp_path / "b.json")]
-    )
+    result = CliRunner().invoke(app, ["benchmark", "--compare", str(measured[0]), str(tmp_path / "b.json")])
     assert result.exit_code == 0 and "2.00x" in result.stdout
     other = replace(results, systems={"server": "x"})
     with pytest.raises(RequestError, match="nothing to compare"):
@@ -349,6 +351,34 @@ def test_speed_ups_whose_intervals_do_not_meet_are_named(results: Results) -> No
     text = one_line(printed(comparison(results, faster, "a.json", "b.json"), 200))
     assert "do not meet: draft on gsm8k, draft on mt-bench, draft on all data sets" in text
     assert "ngram on" not in text
+
+
+def test_other_caps_are_said_to_spoil_a_comparison(results: Results) -> None:
+    shorter = replace(results, settings={**results.settings, "max_new_tokens": 3})
+    text = one_line(printed(comparison(results, shorter, "a.json", "b.json"), 200))
+    assert "A's answers end at 6 tokens, B's at 3" in text
+    assert "answers end at" not in printed(comparison(results, results, "a.json", "a.json"), 200)
+
+
+def test_what_may_be_chance_is_not_called_slow(results: Results) -> None:
+    """An interval that goes beyond 1, or none."""
+    prompts = sorted({r.prompt for r in results.of("plain", "gsm8k")})
+    records = {
+        prompt: [r for r in results.records if r.dataset == "gsm8k" and r.prompt == prompt] for prompt in prompts
+    }
+    first, second = records.values()
+
+    def scaled(chosen: list[Any], factor: float) -> list[Any]:
+        return [
+            replace(r, answer=replace(r.answer, seconds=factor if r.system == "draft" else 1.0, first=0.1))
+            for r in chosen
+        ]
+
+    only = {**results.settings, "datasets": {"gsm8k": results.settings["datasets"]["gsm8k"]}}
+    for chosen in ([*scaled(first, 0.9), *scaled(second, 1.5)], scaled(first, 1.5)):
+        assert "SLOWER" not in " ".join(remarks(replace(results, settings=only, records=chosen)))
+    slow = [*scaled(first, 1.3), *scaled(second, 1.5)]
+    assert "draft is SLOWER" in " ".join(remarks(replace(results, settings=only, records=slow)))
 
 
 def test_only_the_same_prompts_are_compared(results: Results) -> None:

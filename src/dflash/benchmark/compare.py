@@ -50,6 +50,15 @@ def comparison(one: Results, other: Results, a: str, b: str) -> RenderableType:
             _table("", _SPEEDS, [p.speeds() for p in found]),
         ]
         apart += [f"{pair.system} on {title}" for pair in found if pair.apart]
+    caps = [results.settings["max_new_tokens"] for results in (one, other)]
+    if caps[0] != caps[1]:
+        parts.append(
+            Text(
+                f"A's answers end at {caps[0]} tokens, B's at {caps[1]}: the same answers, cut elsewhere, count as "
+                "different ones, and acceptance and speed are of texts of different length",
+                "bold",
+            )
+        )
     if apart:
         parts.append(Text(f"speed-ups whose intervals do not meet: {', '.join(apart)}", "bold"))
     if not compared:

@@ -133,7 +133,8 @@ def disturbed(results: Results) -> int:
 
 
 _IF_SLOWER = {
-    "draft": "Try a smaller --block-size or a larger --draft-min-confidence, and the thinking mode it was trained for.",
+    "draft": "Try a smaller --block-size or a larger --draft-min-confidence; with a model that thinks, the mode the "
+    "draft was trained for (--enable-thinking).",
     "both": "Try a smaller --block-size or a larger --draft-min-confidence.",
     "ngram": "Try a smaller --block-size.",
 }
@@ -149,7 +150,8 @@ def remarks(results: Results) -> list[str]:
         )
     overall = list(results.figures().values())[-1]
     for name, found in overall.items():
-        if found.speedup is not None and found.speedup.value < 1 and name in _IF_SLOWER:
+        # Not said of what may be chance: a single prompt, or an interval that goes beyond 1.
+        if found.speedup is not None and (found.speedup.high or 1) < 1 and name in _IF_SLOWER:
             lines.append(
                 f"{name} is SLOWER than {results.baseline} here: a round costs more than the tokens it brings. "
                 + _IF_SLOWER[name]

@@ -214,6 +214,8 @@ def benchmark(
     if output is not None:
         _check_drawing()
     if backend == "openai":
+        if draft_min_confidence is not None or draft_sliding_window_size is not None or draft_bits is not None:
+            raise RequestError("options of a draft do not go with --backend openai: a server has its own")
         bench = _of_servers(base_url or [], model, asking, at_once, timeout, draft, wanted)
     else:
         pair = Wanted(
@@ -416,4 +418,6 @@ def _compare(one: Path, other: Path) -> None:
     from dflash.benchmark.compare import comparison
     from dflash.benchmark.results import load
 
-    console.stdout().print(comparison(load(one), load(other), str(one), str(other)))
+    # A folder stands for the results in it.
+    a, b = (place / "results.json" if place.is_dir() else place for place in (one, other))
+    console.stdout().print(comparison(load(a), load(b), str(a), str(b)))

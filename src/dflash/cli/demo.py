@@ -108,9 +108,9 @@ def _report(drafted: Generation, plain: Generation, pair: Pair, out: Console) ->
     for line in figures.histogram(drafted.rounds, pair.block_size, console.prints_unicode(out)):
         out.print(f"  {line}", style="dim", soft_wrap=True)
     if plain.generation_tps and drafted.generation_tps:
+        speedup = round(drafted.generation_tps / plain.generation_tps, 2)
         out.print(
-            f"{'speed-up' if drafted.generation_tps >= plain.generation_tps else 'SLOWER, speed-up'} "
-            f"{drafted.generation_tps / plain.generation_tps:.2f}x: {drafted.generation_tps:.1f} tok/s "
+            f"{'SLOWER, ' if speedup < 1 else ''}speed-up {speedup:.2f}x: {drafted.generation_tps:.1f} tok/s "
             f"against {plain.generation_tps:.1f} (one run each, just now, on this machine)",
             soft_wrap=True,
         )

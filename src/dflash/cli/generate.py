@@ -76,7 +76,10 @@ def generate(
     model: options.Model = DEFAULT_MODEL,
     draft: options.Draft = None,
     prompt: Annotated[
-        str | None, typer.Option(metavar="P", help="The question; - reads standard input, which is used if piped.")
+        str | None,
+        typer.Option(
+            metavar="P", help="The question. - reads standard input, and so does no --prompt where text is piped in."
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(metavar="S", help="A system message before the prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not wrap the prompt in the chat template.")] = False,
@@ -89,7 +92,7 @@ def generate(
         bool,
         typer.Option(
             "--show-accepted",
-            help="Show what the draft had right: in green, or in ⟦brackets⟧ where there are no colours.",
+            help="Mark what was drafted and accepted: in green, or in ⟦brackets⟧ where there are no colours.",
         ),
     ] = False,
     as_json: options.Json = False,

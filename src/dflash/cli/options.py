@@ -93,8 +93,10 @@ DraftConfidence = Annotated[
     typer.Option(
         "--draft-min-confidence",
         metavar="P",
-        help="End a block where the draft gives the run of tokens less than this probability; 0 for whole blocks. "
-        "By default 0, and on a CPU in float32 0.1.",
+        min=0.0,
+        max=1.0,
+        help="Leave out the tokens of a block up to which the draft is less sure than this, a probability. 0 checks "
+        "whole blocks, 1 one token each. By default 0, and on a CPU in float32 0.1.",
         rich_help_panel=_LOADING,
     ),
 ]

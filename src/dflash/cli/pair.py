@@ -53,6 +53,8 @@ class Wanted:
                 ("--draft-bits", self.draft_bits is not None),
                 ("--draft-min-confidence", self.draft_min_confidence is not None),
             ):
+                if value and self.drafter not in (None, *DRAFTING):
+                    raise RequestError(f"{option} is not used by --drafter {self.drafter}: leave one of them out")
                 if value:
                     raise RequestError(f"{option} needs a draft: give --draft with a folder or a hub id")
         elif self.kind not in DRAFTING:
@@ -60,7 +62,7 @@ class Wanted:
         if self.block_size is not None and self.block_size < 2:
             raise RequestError(
                 f"--block-size must be at least 2 (the pending token and one draft), not {self.block_size}; "
-                "for plain decoding use --drafter none"
+                "for plain decoding use --drafter none (of benchmark: --systems plain)"
             )
 
     @property

@@ -83,7 +83,7 @@ def verify(
         draft_sliding_window_size, draft_bits, draft_min_confidence,
     )  # fmt: skip
     if wanted.kind == "none":
-        raise RequestError("--drafter none is what the others are compared with: choose ngram, or give --draft")
+        raise RequestError("--drafter none is what the others are compared with: choose both, dflash or ngram")
     questions = _questions(file, prompt or [], max_samples)
     pair = load_pair(wanted)
     checks = []

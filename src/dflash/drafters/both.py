@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dflash.drafters.ngram import Lookup, NGramDrafter, padded
+from dflash.errors import RequestError
 from dflash.protocols import Drafter, Drafting, Features, Proposal, Target
 from dflash.sampling import SamplingParams
 
@@ -18,9 +19,17 @@ class BothDrafters:
     Args:
         draft: what proposes otherwise; it also absorbs what the lookup brought, so it is always up to date.
         lookup: by default one with the draft's block size.
+
+    Raises:
+        RequestError: something else was given.
     """
 
     def __init__(self, draft: Drafter, lookup: NGramDrafter | None = None) -> None:
+        if not isinstance(draft, Drafter) or not isinstance(lookup, NGramDrafter | None):
+            raise RequestError(
+                "BothDrafters takes a loaded draft and, if at all, an NGramDrafter, not "
+                f"{type(draft).__name__} and {type(lookup).__name__}"
+            )
         self.block_size = draft.block_size
         self.taps = draft.taps
         self.draft = draft

@@ -106,7 +106,9 @@ def _dataset(name: str, split: str) -> Iterator[Row]:
     try:
         import datasets
     except ImportError as error:
-        raise RequestError(f"{name} is no file; to read data sets by name: pip install 'dflash[train]'") from error
+        raise RequestError(
+            f"{name} is no file; if it is meant as the name of a data set: pip install 'dflash[train]'"
+        ) from error
     try:
         rows = datasets.load_dataset(name, split=split)
     except (OSError, ValueError) as error:

@@ -29,6 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from dflash.backends.draft import PublishedDraft
 from dflash.backends.torch.attention import grouped
 from dflash.backends.torch.cache import AttentionLayer, Rows
+from dflash.backends.torch.head import arranged
 from dflash.backends.torch.target import TorchTarget
 from dflash.backends.torch.verify import draw, probabilities
 from dflash.compat import check_fit
@@ -196,7 +197,8 @@ class DFlashDrafting:
         }
         for layer, kv, kind in zip(draft.layers, self.context, draft.windows(), strict=True):
             x = layer(x, rotary, kv, masks[kind])
-        return draft.logits(x[:, 1:].to(self.target.device), anatomy.head)
+        with arranged():
+            return draft.logits(x[:, 1:].to(self.target.device), anatomy.head)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows."""

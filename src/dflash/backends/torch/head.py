@@ -8,6 +8,9 @@ Arranged once, by oneDNN, the same 8 rows cost 8 ms. The copy is the price: as m
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,33 +22,57 @@ HINT = 8
 """Rows the layout is chosen for. It serves any number, and is no slower than torch's own for one row or hundreds."""
 
 
-class PackedHead(nn.Linear):
-    """A head that shares its parameters with the one it stands for and keeps an arranged copy of the weights.
+class _Here(threading.local):
+    arranged = False
 
-    Training, autocast, other dtypes and devices go the usual way. The copy is made at first use, and anew when the
-    weights were changed since, as far as torch counts it: what is written through ``weight.data`` it does not.
+
+_here = _Here()
+
+
+@contextmanager
+def arranged() -> Iterator[None]:
+    """Where the arranged copies are used: in this thread's part of a session. Elsewhere a head is an ordinary one."""
+    before, _here.arranged = _here.arranged, True
+    try:
+        yield
+    finally:
+        _here.arranged = before
+
+
+class PackedHead(nn.Linear):
+    """A head that shares its parameters with the one it stands for, and keeps an arranged copy of the weights.
+
+    Every session begins with ``refresh``, so weights that were changed in between are never answered for; a user's own
+    forward, training, autocast, other dtypes and devices go the usual way.
     """
 
     def __init__(self, head: nn.Linear) -> None:
         super().__init__(head.in_features, head.out_features, bias=False, device="meta")
         self.weight, self.bias = head.weight, head.bias
         self.train(head.training)
-        self._packed: tuple[tuple[int, int], Tensor] | None = None
+        self._packed: tuple[Tensor, Tensor] | None = None
+
+    def refresh(self) -> None:
+        """Arrange the weights, if they are not those that are arranged: their bits are summed, row by row."""
+        # Outside of inference mode, where a tensor is allowed to be of another layout.
+        with torch.inference_mode(False), torch.no_grad():
+            weight = self.weight.detach()
+            if not _can_be_packed(weight):
+                self._packed = None
+                return
+            bits = weight.view(torch.int64).sum(dim=1)  # two numbers in one; it overflows, exactly
+            if self._packed is None or not torch.equal(self._packed[0], bits):
+                self._packed = bits, torch.ops.mkldnn._reorder_linear_weight(weight, HINT)
 
     def forward(self, input: Tensor) -> Tensor:
         """Scores [..., vocab] of states [..., hidden]."""
-        weight = self.weight
-        usual = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or not input.numel()
-        if usual or any(t.device.type != "cpu" or t.dtype != torch.float32 for t in (input, weight)):
-            return F.linear(input, weight, self.bias)
-        state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
         packed = self._packed
-        if packed is None or packed[0] != state:
-            # Outside of inference mode, where a tensor is allowed to be of another layout.
-            with torch.inference_mode(False), torch.no_grad():
-                packed = state, torch.ops.mkldnn._reorder_linear_weight(weight.detach(), HINT)
-            self._packed = packed
-        scores: Tensor = torch.ops.mkldnn._linear_pointwise(input, packed[1], self.bias, "none", [], "")
+        usual = packed is None or not _here.arranged or not input.numel()
+        usual = usual or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
+        if packed is None or usual or any(_elsewhere(tensor) for tensor in (input, self.weight)):
+            return F.linear(input, self.weight, self.bias)
+        bias = None if self.bias is None else self.bias.contiguous()
+        scores: Tensor = torch.ops.mkldnn._linear_pointwise(input, packed[1], bias, "none", [], "")
         return scores
 
     def __getstate__(self) -> dict[str, Any]:
@@ -53,10 +80,18 @@ class PackedHead(nn.Linear):
         return {**self.__dict__, "_packed": None}
 
 
+def _elsewhere(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu" or tensor.dtype != torch.float32
+
+
+def _can_be_packed(weight: Tensor) -> bool:
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    fits = weight.is_contiguous() and weight.numel() > 0 and weight.shape[1] % 2 == 0
+    return available and fits and not _elsewhere(weight)
+
+
 def pack_head(model: PreTrainedModel) -> None:
-    """Give a model such a head, where it can be of use: a plain linear one, in float32, on a CPU with oneDNN."""
+    """Give a model that was loaded here such a head, where it is of use: a plain linear one, in float32, on a CPU."""
     head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return
-    if head.weight.device.type == "cpu" and head.weight.dtype == torch.float32:
+    if type(head) is nn.Linear and _can_be_packed(head.weight):
         model.set_output_embeddings(PackedHead(head))

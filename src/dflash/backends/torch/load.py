@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.gguf import unpacked
+from dflash.backends.torch.head import pack_head
 from dflash.backends.torch.target import TorchTarget
 from dflash.checkpoint import check_files, check_weights, fetch_target, find_weights, locate, locate_draft
 from dflash.draft_config import ARCHITECTURE, DFlashConfig, confidence
@@ -49,7 +50,9 @@ def load(
     with _blaming(place.name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     repair_decoder(tokenizer)
-    target = TorchTarget(model.to(device), tokenizer, place.name)
+    model = model.to(device)
+    pack_head(model)
+    target = TorchTarget(model, tokenizer, place.name)
     check_rollback(target)
     return target
 

@@ -15,7 +15,7 @@ from dflash.backends.rows import RowByRow
 from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, context_length, dissect, eos_ids, seams
 from dflash.backends.torch.attention import GROUPED
 from dflash.backends.torch.cache import RollbackCache, Rows, record
-from dflash.backends.torch.head import pack_head
+from dflash.backends.torch.head import PackedHead, arranged
 from dflash.backends.torch.verify import TorchVerifier
 from dflash.errors import RequestError, UnsupportedTarget
 from dflash.memory import process_peak
@@ -42,7 +42,6 @@ class TorchTarget:
         Raises:
             UnsupportedTarget: a layer kind whose cache cannot be rolled back.
         """
-        pack_head(model)
         self.anatomy: Anatomy = dissect(model)
         self.model = model.eval()
         if self.anatomy.config._attn_implementation == "sdpa":
@@ -76,6 +75,8 @@ class TorchTarget:
             raise RequestError(f"tap {bad[0]} is no layer of {self.name}: valid ids are 0 to {self.num_layers - 1}")
         if self.model.training:
             raise RequestError(f"{self.name} is in training mode, where answers are random: call model.eval() first")
+        if isinstance(self.anatomy.head, PackedHead):
+            self.anatomy.head.refresh()
         if self.anatomy.recurrent and rows > 1:
             return RowByRow([TorchSession(self, 1, tuple(taps), step, chunk) for _ in range(rows)], torch.cat)
         return TorchSession(self, rows, tuple(taps), step, chunk)
@@ -103,14 +104,15 @@ class TorchTarget:
             Scores [rows, n, vocab] in the model's dtype.
         """
         cache.tapped.clear()
-        result = self.model(
-            input_ids=tokens,
-            position_ids=cache.rows.positions(tokens.shape[1]),
-            attention_mask=self._masks(cache, tokens.shape[1]),
-            cache=cache,
-            use_cache=True,
-            logits_to_keep=scored,
-        )
+        with arranged():
+            result = self.model(
+                input_ids=tokens,
+                position_ids=cache.rows.positions(tokens.shape[1]),
+                attention_mask=self._masks(cache, tokens.shape[1]),
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=scored,
+            )
         scores: Tensor = result.logits
         return scores
 
