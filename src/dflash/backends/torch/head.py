@@ -1,9 +1,9 @@
 """The scores of a few positions on a CPU in float32, from a copy of the head's weights in the library's own layout.
 
 A head is the widest matrix of a model (SmolLM2: 49152 by 576), and for a block's handful of rows torch hands it
-to MKL, whose kernels for 4 to 15 rows rearrange the whole of it at every call: 8 rows cost 20 ms here, one row 6 and
-sixteen 13 (``docs/benchmark/block_cost-float32.json``). A round scores two blocks, the draft's and the target's.
-Arranged once, by oneDNN, the same 8 rows cost 8 ms. The copy is the price: as many bytes as the head has.
+to MKL, whose kernels for 4 to 15 rows rearrange the whole of it at every call: 8 rows cost 14 ms here, one row 5 and
+sixteen 9 (``docs/benchmark/block_cost-float32.json``). A round scores two blocks, the draft's and the target's.
+Arranged once, by oneDNN, the same 8 rows cost 7 ms. The copy is the price: as many bytes as the head has.
 """
 
 from __future__ import annotations
