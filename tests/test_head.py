@@ -149,7 +149,9 @@ def test_weights_made_in_inference_mode_are_arranged_too() -> None:
 
 
 def test_what_cannot_be_arranged_is_not() -> None:
-    for odd in (nn.Linear(47, 300), nn.Linear(48, 300).double(), nn.Linear(48, 300).to(torch.bfloat16)):
+    aside = nn.Linear(48, 300)
+    aside.weight = nn.Parameter(torch.randn(300 * 48 + 1)[1:].view(300, 48))
+    for odd in (nn.Linear(47, 300), aside, nn.Linear(48, 300).double(), nn.Linear(48, 300).to(torch.bfloat16)):
         head = PackedHead(odd)
         head.refresh()
         assert head._packed is None

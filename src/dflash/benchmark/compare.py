@@ -50,7 +50,7 @@ def comparison(one: Results, other: Results, a: str, b: str) -> RenderableType:
             _table("", _SPEEDS, [p.speeds() for p in found]),
         ]
         apart += [f"{pair.system} on {title}" for pair in found if pair.apart]
-    caps = [results.settings["max_new_tokens"] for results in (one, other)]
+    caps = [results.settings.get("max_new_tokens") for results in (one, other)]
     if caps[0] != caps[1]:
         parts.append(
             Text(

@@ -86,8 +86,8 @@ def _elsewhere(tensor: Tensor) -> bool:
 
 def _can_be_packed(weight: Tensor) -> bool:
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    fits = weight.is_contiguous() and weight.numel() > 0 and weight.shape[1] % 2 == 0
-    return available and fits and not _elsewhere(weight)
+    pairs = weight.shape[-1] % 2 == 0 and weight.storage_offset() % 2 == 0  # two numbers are read as one
+    return available and pairs and weight.is_contiguous() and weight.numel() > 0 and not _elsewhere(weight)
 
 
 def pack_head(model: PreTrainedModel) -> None:
