@@ -116,10 +116,10 @@ class _Pair:
     @property
     def apart(self) -> bool:
         """Whether the intervals of the two speed-ups have nothing in common."""
-        one, other = self.then.speedup, self.now.speedup
-        if one is None or other is None or None in (one.low, one.high, other.low, other.high):
-            return False
-        return max(one.low or 0.0, other.low or 0.0) > min(one.high or 0.0, other.high or 0.0)
+        ratios = (self.then.speedup, self.now.speedup)
+        lows = [ratio.low for ratio in ratios if ratio is not None and ratio.low is not None]
+        highs = [ratio.high for ratio in ratios if ratio is not None and ratio.high is not None]
+        return len(lows) == len(highs) == 2 and max(lows) > min(highs)
 
     def answers(self) -> list[str]:
         """In the order of ``_ANSWERS``."""

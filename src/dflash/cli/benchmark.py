@@ -207,7 +207,6 @@ def benchmark(
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "enable_thinking": enable_thinking, "at_once": at_once, "block_size": block_size,
         "draft_sliding_window_size": draft_sliding_window_size, "draft_bits": draft_bits,
-        "draft_min_confidence": draft_min_confidence,
     }  # fmt: skip
     if len({one.name for one in asked}) < len(asked):
         raise RequestError("two data sets have the same name: give one of the files another")

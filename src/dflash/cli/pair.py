@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import dflash
+from dflash.backends.draft import PublishedDraft
 from dflash.checkpoint import Place, locate, shipped_draft
 from dflash.cli import console
 from dflash.cli.options import Backend, DrafterKind, Dtype
-from dflash.draft_config import confidence
 from dflash.drafters import BothDrafters
 from dflash.errors import RequestError
 from dflash.generate import as_drafter, choose_block
@@ -95,9 +95,8 @@ class Pair:
     @property
     def min_confidence(self) -> float | None:
         """In force; None where no DFlash draft is."""
-        if self.wanted.kind not in DRAFTING:
-            return None
-        return confidence(self.wanted.draft_min_confidence, self.dtype, "cpu" in str(self.target.device))
+        draft: Any = self.drafter.draft if isinstance(self.drafter, BothDrafters) else self.drafter
+        return draft.min_confidence if isinstance(draft, PublishedDraft) else None
 
     @property
     def drafter_label(self) -> str:

@@ -66,12 +66,10 @@ class _History:
         It is judged by what came, so a guess that nobody proposed is judged too.
         """
         came = [*self.tokens[self._guessed_at : self._guessed_at + len(self._guess)], pending]
-        right = 0
-        while right < min(len(came), len(self._guess)) and came[right] == self._guess[right]:
-            right += 1
-        if right < min(len(came), len(self._guess)):
-            self._trust = max(1, right)
-        elif self._guess and right == len(self._guess):
+        known = [one == other for one, other in zip(self._guess, came, strict=False)]
+        if False in known:
+            self._trust = max(1, known.index(False))
+        elif self._guess and len(known) == len(self._guess):
             self._trust = 2 * self._trust + 1
 
     def extend(self, tokens: list[int]) -> None:

@@ -67,13 +67,17 @@ class PackedHead(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Scores [..., vocab] of states [..., hidden]."""
         packed = self._packed
-        usual = packed is None or not _here.arranged or not input.numel()
-        usual = usual or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-        if packed is None or usual or any(_elsewhere(tensor) for tensor in (input, self.weight)):
+        if packed is None or not self._serves(input):
             return F.linear(input, self.weight, self.bias)
         bias = None if self.bias is None else self.bias.contiguous()
         scores: Tensor = torch.ops.mkldnn._linear_pointwise(input, packed[1], bias, "none", [], "")
         return scores
+
+    def _serves(self, input: Tensor) -> bool:
+        """Whether this call is one that the copy is kept for."""
+        if not _here.arranged or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+            return False
+        return input.numel() > 0 and not _elsewhere(input) and not _elsewhere(self.weight)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the copy: its layout can be neither copied nor saved."""
