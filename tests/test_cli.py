@@ -181,6 +181,7 @@ def test_what_is_in_force_is_recorded(run: Callable[..., Any], draft: Path) -> N
 
     with_draft = settings("--draft", draft)
     assert (with_draft["drafter"], with_draft["draft"], with_draft["block_size"]) == ("both", str(draft), 8)
+    assert with_draft["draft_min_confidence"] == 0.1, "read from the draft, inside the drafter that has it"
     plain = settings("--drafter", "none", "--dtype", "bfloat16")
     assert (plain["drafter"], plain["block_size"], plain["dtype"]) == ("none", 1, "bfloat16")
 

@@ -107,6 +107,7 @@ def test_the_record_says_where_with_what_and_how(results: Results) -> None:
     for name in ("device", "cpu", "threads", "cores", "python", "dflash", "commit", "dtype", "versions"):
         assert name in where
     assert where["versions"]["torch"] and where["device"] == "cpu" and where["dtype"] == "float32"
+    assert settings["draft_min_confidence"] == 0.1
     assert settings["max_new_tokens"] == 6 and settings["datasets"]["gsm8k"]["prompts"] == 2
     assert settings["enable_thinking"] is None, "said in the heading, too"
 
