@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dflash.errors import PromptTooLong, RequestError
+from dflash.errors import NonFiniteScores, PromptTooLong, RequestError
 from dflash.limits import Output
-from dflash.protocols import NOTHING, Drafter, Drafting, Session, Target, Verdict, Verifier
+from dflash.protocols import NOTHING, Drafter, Drafting, Features, Proposal, Session, Target, Verdict, Verifier
 from dflash.sampling import SamplingParams
 
 PREFILL_CHUNK = 512
@@ -109,12 +109,29 @@ def _rounds(
         proposal = drafting.propose(pending, room) if room else NOTHING
         if proposal.width > room:
             raise RequestError(f"the drafter proposed {proposal.width} tokens where there is room for {room}")
-        with session.verify(pending, proposal) as ahead:
-            verdict = verifier(proposal, ahead.scores)
-            emitted = [_emit(row, outputs[row], verdict, i, proposal.width) for i, row in enumerate(rows)]
-            features = ahead.keep([len(emission.tokens) for emission in emitted])
+        try:
+            emitted, features = _round(session, verifier, pending, proposal, rows, outputs)
+        except NonFiniteScores:
+            # What was proposed may be what is NaN, and NaN spoils a whole block: attention multiplies what it masks
+            # by 0, and 0 * NaN is NaN. The pending token alone tells what plain decoding would give.
+            emitted, features = _round(session, verifier, pending, NOTHING, rows, outputs)
         drafting.extend([[p, *e.tokens[:-1]] for p, e in zip(pending, emitted, strict=True)], features)
         yield emitted
+
+
+def _round(
+    session: Session,
+    verifier: Verifier,
+    pending: list[int],
+    proposal: Proposal,
+    rows: list[int],
+    outputs: list[Output],
+) -> tuple[list[Emission], Features]:
+    """One forward of the target; what it gave each row, and the features of what is kept."""
+    with session.verify(pending, proposal) as ahead:
+        verdict = verifier(proposal, ahead.scores)
+        emitted = [_emit(row, outputs[row], verdict, i, proposal.width) for i, row in enumerate(rows)]
+        return emitted, ahead.keep([len(emission.tokens) for emission in emitted])
 
 
 def _emit(row: int, output: Output, verdict: Verdict, i: int, proposed: int) -> Emission:

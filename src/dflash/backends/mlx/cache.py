@@ -139,6 +139,11 @@ class AttentionCache:
         """All that is stored."""
         return [*self._keys, *self._values]
 
+    def cleanse(self) -> None:
+        """Zeros for what is not finite: a masked NaN would still poison the softmax's sum."""
+        for store in (*self._keys, *self._values):
+            store[:] = mx.where(mx.isfinite(store), store, 0).astype(store.dtype)
+
     def select(self, rows: mx.array) -> None:
         """Keep only these rows."""
         self._keys = tuple(part[rows] for part in self._keys)
@@ -275,9 +280,11 @@ class RollbackCache:
         self.rows.advance(counts)
 
     def restore(self) -> None:
-        """Forget the block: attention slots behind the length are already out of sight."""
+        """Forget the block: attention slots behind the length are already out of sight, but for NaN in them."""
         for layer in self.recurrent:
             layer.restore()
+        for held in self.attention:
+            held.cleanse()
         self.tapped.clear()
 
     def select(self, rows: list[int]) -> None:

@@ -59,19 +59,18 @@ class MlxVerifier:
         """See ``protocols.Verifier``.
 
         Raises:
-            NonFiniteScores: the target's scores hold NaN.
-            RequestError: every token is banned.
+            NonFiniteScores: the scores of a row's first position hold NaN.
+            RequestError: every token is banned there.
         """
         drafted = drafted_tokens(proposal, scores.shape[0])
-        nan = mx.isnan(scores).any(axis=(1, 2))
-        banned = mx.zeros(nan.shape, mx.bool_)
+        nan = mx.isnan(scores).any(axis=-1)
         if self.processors.plain:
-            own = mx.argmax(scores, axis=-1).astype(mx.int32)
-            chosen, accepted = own, agreeing(own, drafted)
+            chosen = mx.argmax(scores, axis=-1).astype(mx.int32)
+            accepted = agreeing(chosen, drafted)
         else:
             scores = self.processors.adjust(scores.astype(mx.float32), self._prefixes(drafted))
-            banned = (scores.max(axis=-1) == -mx.inf).any(axis=1)
             chosen, accepted = self._sample(scores, drafted, proposal.q)
+        banned = scores.max(axis=-1) == -mx.inf
         verdict = read_verdict(chosen, accepted, nan, banned)
         for row, new in enumerate(verdict.tokens):
             if not self.processors.greedy_everywhere:
@@ -128,12 +127,12 @@ class SamplerVerifier:
         """See ``protocols.Verifier``.
 
         Raises:
-            NonFiniteScores: the target's scores hold NaN.
+            NonFiniteScores: the scores of the first position hold NaN.
         """
         drafted = drafted_tokens(proposal, 1)
         tokens = mx.concatenate([mx.array(self.history), drafted[0]])
         random_state: Any = mx.random.state
-        own, states = [], []
+        own, states = [], [random_state[0]]
         for i in range(scores.shape[1]):
             logits = scores[:, i]
             for processor in self.processors:
@@ -141,9 +140,10 @@ class SamplerVerifier:
             own.append(self.sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
             states.append(random_state[0])
         chosen = mx.stack(own, axis=1).astype(mx.int32)
-        nan = mx.isnan(scores).any(axis=(1, 2))
-        verdict, state = read_verdict_and_state(chosen, agreeing(chosen, drafted), nan, mx.stack(states))
+        nan = mx.isnan(scores).any(axis=-1)
+        lines, state = read_lines_and_state(chosen, agreeing(chosen, drafted), nan, mx.stack(states))
         mx.random.seed(state)
+        verdict = _verdict(lines)
         self.history += verdict.tokens[0]
         return verdict
 
@@ -319,22 +319,37 @@ def _column(values: list[float]) -> mx.array:
 def read_verdict(chosen: mx.array, accepted: mx.array, nan: mx.array, banned: mx.array) -> Verdict:
     """Chosen tokens [rows, K + 1] and accepted counts [rows], brought to the host.
 
+    Behind the first rejected token nothing counts. Where drafts stand up to a fault, the block ends before it: if the
+    answer ends there too, nobody ever asks; otherwise the next round begins with the fault.
+
     Raises:
-        NonFiniteScores, RequestError: where ``nan`` or ``banned`` [rows] say so.
+        NonFiniteScores, RequestError: where ``nan`` or ``banned`` [rows, K + 1] say so of a row's first position.
     """
-    columns = [chosen, accepted[:, None], nan[:, None], banned[:, None]]
+    accepted = _before_faults(accepted, nan | banned)
+    columns = [chosen, accepted[:, None], nan[:, :1], banned[:, :1]]
     return _verdict(_evaluated(mx.concatenate([column.astype(mx.int32) for column in columns], axis=1)))
 
 
-def read_verdict_and_state(
+def read_lines_and_state(
     chosen: mx.array, accepted: mx.array, nan: mx.array, states: mx.array
-) -> tuple[Verdict, int]:
-    """As ``read_verdict`` for one row, with the seed of the random state [K + 1, 2] behind the last token."""
-    state = mx.take(states, accepted, axis=0).view(mx.int32)
-    columns = [chosen, accepted[:, None], nan[:, None], mx.zeros_like(accepted)[:, None], state]
+) -> tuple[list[list[int]], int]:
+    """What ``_verdict`` reads of one row, and the seed of the random state behind the last token that counts.
+
+    Args:
+        states: [K + 2, 2], the random state before the first position and behind each. Where the first is NaN nothing
+            was drawn: the same position may be asked about again.
+    """
+    accepted = _before_faults(accepted, nan)
+    state = mx.take(states, mx.where(nan[:, 0], 0, accepted + 1), axis=0).view(mx.int32)
+    columns = [chosen, accepted[:, None], nan[:, :1], mx.zeros_like(accepted)[:, None], state]
     line = _evaluated(mx.concatenate([column.astype(mx.int32) for column in columns], axis=1))[0]
     high, low = (number % 2**32 for number in line[-2:])
-    return _verdict([line[:-2]]), high << 32 | low
+    return [line[:-2]], high << 32 | low
+
+
+def _before_faults(accepted: mx.array, fault: mx.array) -> mx.array:
+    """[rows] accepted counts of blocks that end before their first fault, a bool [rows, K + 1]."""
+    return mx.minimum(accepted, mx.maximum(_leading(~fault) - 1, 0))
 
 
 def _evaluated(summary: mx.array) -> list[list[int]]:

@@ -152,6 +152,14 @@ class AttentionLayer(CacheLayerMixin):
         """-1: no maximum."""
         return -1
 
+    @torch.inference_mode()
+    def cleanse(self) -> None:
+        """Zeros for what is not finite: a masked NaN would still poison the softmax's sum."""
+        if self.is_initialized:
+            assert self.keys is not None and self.values is not None
+            for store in (self.keys, self.values):
+                store.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
     def select(self, rows: Tensor) -> None:
         """Keep only these rows."""
         if self.is_initialized:
@@ -302,9 +310,12 @@ class RollbackCache(Cache):
         self.rows.advance(counts)
 
     def restore(self) -> None:
-        """Forget the block: attention slots behind the length are already out of sight."""
+        """Forget the block: attention slots behind the length are already out of sight, but for NaN in them."""
         for layer in self.recurrent:
             layer.restore()
+        for held in self.layers:
+            if isinstance(held, AttentionLayer):
+                held.cleanse()
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows."""

@@ -25,7 +25,7 @@ from dflash.sampling import SamplingParams
 
 VERIFICATIONS = ("match", "rejection")
 _BANNED, _NAN = 1, 2
-"""Faults of a round, the worse the greater."""
+"""Faults of a position, the worse the greater."""
 
 
 class TorchVerifier:
@@ -53,8 +53,8 @@ class TorchVerifier:
         """See ``protocols.Verifier``.
 
         Raises:
-            NonFiniteScores: the target's scores hold NaN.
-            RequestError: every token is banned.
+            NonFiniteScores: the scores of a row's first position hold NaN.
+            RequestError: every token is banned there.
         """
         rows, width = scores.shape[0], proposal.width
         drafted = torch.as_tensor(proposal.tokens if width else [[]] * rows, dtype=torch.long, device=scores.device)
@@ -72,8 +72,12 @@ class TorchVerifier:
             chosen = torch.stack([tokens for tokens, _ in verdicts]).to(scores.device)
             accepted = torch.stack([count for _, count in verdicts]).to(scores.device)
             best = torch.where(best.isnan(), best.float(), torch.stack([row.amax(dim=-1) for row in adjusted]))
-        fault = (best.isnan() * _NAN + best.isneginf() * _BANNED).amax(dim=1)
-        summary = torch.cat([chosen, accepted[:, None], fault[:, None]], dim=1).tolist()  # the round's one host sync
+        fault = best.isnan() * _NAN + best.isneginf() * _BANNED
+        # Behind the first rejected token nothing counts. Where drafts stand up to a fault, the block ends before it:
+        # if the answer ends there too, nobody ever asks; otherwise the next round begins with the fault.
+        sound = (fault == 0).long().cumprod(dim=1).sum(dim=1)
+        accepted = torch.minimum(accepted, (sound - 1).clamp(min=0))
+        summary = torch.cat([chosen, accepted[:, None], fault[:, :1]], dim=1).tolist()  # the round's one host sync
         _raise(max(line[-1] for line in summary))
         counts = [line[width + 1] for line in summary]
         tokens = [line[: count + 1] for line, count in zip(summary, counts, strict=True)]
