@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from dflash.decode import PREFILL_CHUNK, Emission, Request, decode
@@ -201,7 +202,7 @@ def start(
     prefill_chunk: int,
 ) -> Rounds:
     """Set up a batch of rows, each with its own prompt and sampling parameters."""
-    if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
+    if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, Integral) or prefill_chunk < 1:
         raise RequestError(f"prefill_chunk must be a whole number of at least 1, not {prefill_chunk!r}")
     drafter = as_drafter(draft)
     outputs = [new_output(model, tokenizer, max_tokens, stop) for _ in prompts]
@@ -212,7 +213,7 @@ def start(
         requests,
         block_size=choose_block(drafter, block_size),
         verification=verification,
-        prefill_chunk=prefill_chunk,
+        prefill_chunk=int(prefill_chunk),
     )
     return Rounds(outputs, rounds)
 
@@ -249,13 +250,14 @@ def choose_block(drafter: Drafter, block_size: int | None) -> int:
     """
     if block_size is None:
         return drafter.block_size
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 2:
+    if isinstance(block_size, bool) or not isinstance(block_size, Integral) or block_size < 2:
         raise RequestError(
             f"block_size must be a whole number of at least 2 (the pending token and one draft), not {block_size!r}; "
             "for plain decoding pass draft=None"
         )
     if drafter.block_size == 1:
         return 1
+    block_size = int(block_size)
     pair = (drafter.block_size, block_size)
     if block_size > drafter.block_size and drafter.taps and pair not in _warned_blocks:
         _warned_blocks.add(pair)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 
 from dflash.errors import RequestError
 from dflash.text import Detokenizer, StopScanner
@@ -38,11 +39,11 @@ class Output:
         Raises:
             RequestError: ``max_tokens`` is not a positive whole number, or a stop string is empty.
         """
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, Integral) or max_tokens < 1:
             raise RequestError(f"max_tokens must be a whole number of at least 1, not {max_tokens!r}")
         self.tokens: list[int] = []
         self.finish_reason: str | None = None
-        self._max_tokens = max_tokens
+        self._max_tokens = int(max_tokens)
         self._stop_ids = stop_ids
         self._detokenizer = Detokenizer(decode, byte_ids)
         self._scanner = StopScanner(stop)

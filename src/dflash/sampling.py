@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from dflash.errors import RequestError
 
 _LARGEST = 3.4e38
+_SMALLEST = 2.0**-126
+"""Of float32's normal numbers: below it devices differ, and many have zeros."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,10 @@ class SamplingParams:
     logit_bias (added) -> repetition_penalty -> temperature -> top_k -> top_p -> min_p.
     Each is applied at every position of a block with the prefix that position would have,
     so verification stays exact under all of them.
+
+    Backends compute in float32. So a temperature too small for it (below 1.2e-38) is 0, which is greedy, and a
+    repetition penalty too small for it is the smallest it has. Numbers of any kind are taken (numpy's too) and kept as
+    Python's own.
 
     Attributes:
         temperature: 0 is greedy; above, the divisor of the logits.
@@ -42,23 +49,19 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _in_range("temperature", self.temperature, 0.0, 100.0, "0 is greedy")
-        _in_range("top_p", self.top_p, 0.0, 1.0, "1 keeps all", open_low=True)
-        _in_range("min_p", self.min_p, 0.0, 1.0, "0 keeps all")
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 is none", open_low=True)
-        if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise RequestError(f"top_k must be a whole number of at least 0 (0 keeps all), not {self.top_k!r}")
-        if self.seed is not None and (
-            isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**63
-        ):
-            raise RequestError(f"seed must be a whole number from 0 to 2**63 - 1, or None, not {self.seed!r}")
-        if not isinstance(self.logit_bias, Mapping):
-            raise RequestError(f"logit_bias must map token ids to numbers, not be {self.logit_bias!r}")
-        for token, bias in self.logit_bias.items():
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise RequestError(f"logit_bias maps token ids (whole numbers) to numbers; {token!r} is no token id")
-            if not _is_number(bias) and bias != -math.inf:
-                raise RequestError(f"logit_bias of token {token} must be finite or -inf (ban), not {bias!r}")
+        temperature = _in_range("temperature", self.temperature, 0.0, 100.0, "0 is greedy")
+        penalty = _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, "1 is none", open_low=True)
+        kept = {
+            "temperature": temperature if temperature >= _SMALLEST else 0.0,
+            "top_p": _in_range("top_p", self.top_p, 0.0, 1.0, "1 keeps all", open_low=True),
+            "top_k": _whole("top_k", self.top_k, "of at least 0 (0 keeps all)"),
+            "min_p": _in_range("min_p", self.min_p, 0.0, 1.0, "0 keeps all"),
+            "repetition_penalty": max(penalty, _SMALLEST),
+            "logit_bias": _biases(self.logit_bias),
+            "seed": None if self.seed is None else _whole("seed", self.seed, "from 0 to 2**63 - 1, or None", 2**63 - 1),
+        }
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)  # the way to set a field of a frozen dataclass
 
     @property
     def greedy(self) -> bool:
@@ -71,13 +74,40 @@ class SamplingParams:
         return self.greedy and self.repetition_penalty == 1.0 and not self.logit_bias
 
 
-def _in_range(name: str, value: float, low: float, high: float, hint: str, open_low: bool = False) -> None:
-    if not _is_number(value) or not low <= value <= high or (open_low and value == low):
+def _in_range(name: str, value: Any, low: float, high: float, hint: str, open_low: bool = False) -> float:
+    number = _number(value)
+    if number is None or not low <= number <= high or (open_low and number == low):
         bracket = "(" if open_low else "["
         raise RequestError(f"{name} must be a number in {bracket}{low:g}, {high:g}] ({hint}), not {value!r}")
+    return number
 
 
-def _is_number(value: Any) -> bool:
-    """Finite, as the float32 it becomes. NaN is in no range."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and -_LARGEST <= value <= _LARGEST
+def _whole(name: str, value: Any, range_: str, high: float = math.inf) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= value <= high:
+        raise RequestError(f"{name} must be a whole number {range_}, not {value!r}")
+    return int(value)
+
+
+def _biases(given: Any) -> dict[int, float]:
+    if not isinstance(given, Mapping):
+        raise RequestError(f"logit_bias must map token ids to numbers, not be {given!r}")
+    biases = {}
+    for token, bias in given.items():
+        if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
+            raise RequestError(f"logit_bias maps token ids (whole numbers) to numbers; {token!r} is no token id")
+        number = -math.inf if isinstance(bias, Real) and bias == -math.inf else _number(bias)
+        if number is None:
+            raise RequestError(f"logit_bias of token {token} must be finite or -inf (ban), not {bias!r}")
+        biases[int(token)] = number
+    return biases
+
+
+def _number(value: Any) -> float | None:
+    """As Python's own; None if it is none, or not finite as the float32 it becomes."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if -_LARGEST <= number <= _LARGEST else None

@@ -8,6 +8,7 @@ cost the same however long the text has become.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 from dflash.errors import RequestError
 from dflash.protocols import NOTHING, Features, Proposal, Target
@@ -101,7 +102,7 @@ class _History:
 
 
 def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def padded(found: list[list[int]], pending: list[int]) -> Proposal:
