@@ -14,8 +14,9 @@ import tiny
 from dflash.backends.torch.target import TorchTarget
 from dflash.backends.torch.verify import TorchVerifier
 from dflash.decode import Request, decode
+from dflash.difference import first_difference
 from dflash.drafters import NoDrafter
-from dflash.errors import NonFiniteScores, RequestError
+from dflash.errors import NonFiniteScores, RequestError, UnsupportedTarget
 from dflash.limits import Output
 from dflash.protocols import Proposal
 from dflash.sampling import SamplingParams
@@ -182,3 +183,58 @@ def test_a_sampler_of_mlx_lms_meets_only_what_counts_and_draws_again() -> None:
     with pytest.raises(NonFiniteScores):
         SamplerVerifier(make_sampler(0.01), [], [1])(Proposal([], 0), mx.full((1, 1, 5), NAN))
     assert mx.random.uniform(shape=(2,)).tolist() == want
+
+
+# --- comparisons ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_passes_no_self_check(backend: str, monkeypatch: Any) -> None:
+    """Only behind the rejection, which is the last of what is compared: ``max`` of Python numbers would drop it."""
+
+    def spoiled(rows: Any, scores: Any) -> Any:
+        return scores * NAN if rows.lengths == [7] else scores
+
+    if backend == "torch":
+        from dflash.backends.torch.load import check_rollback
+
+        of: Any = TorchTarget(tiny.model("qwen3"), tiny.tokenizer(), "tiny")
+        read = of.forward
+        monkeypatch.setattr(of, "forward", lambda held, *more: spoiled(held.rows, read(held, *more)))
+    else:
+        import tiny_mlx
+        from dflash.backends.mlx.load import check_rollback
+        from dflash.backends.mlx.target import MlxSession
+
+        of = tiny_mlx.target("qwen3")
+        forward = MlxSession.forward
+        monkeypatch.setattr(MlxSession, "forward", lambda self, *a: spoiled(self.cache.rows, forward(self, *a)))
+    with pytest.raises(UnsupportedTarget, match="relative error nan"):
+        check_rollback(of)
+
+
+@pytest.mark.parametrize("spoiled", [0, 1, 40, 63])
+def test_a_difference_where_the_target_gives_nan_cannot_be_told(spoiled: int) -> None:
+    """Sorting drops a NaN or not, by where it stands."""
+    made = tiny.model("qwen3")
+    made.lm_head.weight.data[spoiled] = NAN
+    of = TorchTarget(made, tiny.tokenizer(), "tiny")
+    with pytest.raises(NonFiniteScores, match="where the two answers part"):
+        first_difference(of, "bfloat16", PROMPTS[0], [1, 2, 3], [1, 2, 4])
+
+
+@pytest.mark.skipif("mlx" not in BACKENDS, reason="mlx is not installed")
+def test_a_vanishing_temperature_beside_processors_of_mlx_lms_is_greedy() -> None:
+    import tiny_mlx
+    from dflash import model_mlx
+
+    of = tiny_mlx.target("qwen3")
+    plain = [list(r.tokens) for r in model_mlx.stream_generate(of, None, None, PROMPTS[0], max_tokens=8)]
+    processors = [lambda tokens, scores: scores]
+    for temperature in (1e-46, 1e-40):
+        stream = model_mlx.stream_generate(
+            of, None, None, PROMPTS[0], max_tokens=8, temperature=temperature, logits_processors=processors
+        )
+        assert [list(r.tokens) for r in stream] == plain
+    with pytest.raises(RequestError, match="temperature"):
+        model_mlx.stream_generate(of, None, None, PROMPTS[0], temperature=NAN, logits_processors=processors)

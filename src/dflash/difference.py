@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from dflash.decode import PREFILL_CHUNK
+from dflash.errors import NonFiniteScores
 from dflash.protocols import Features, Target
 
 ULPS = 4
@@ -59,13 +60,19 @@ class Difference:
 def first_difference(
     target: Target, dtype: str, prompt: list[int], plain: Sequence[int], drafted: Sequence[int]
 ) -> Difference | None:
-    """Compare two answers to one prompt; None when all tokens are the same."""
+    """Compare two answers to one prompt; None when all tokens are the same.
+
+    Raises:
+        NonFiniteScores: they part where the target, read in one forward, gives NaN: nobody can tell.
+    """
     pairs = enumerate(zip_longest(plain, drafted))
     found = next(((i, one, other) for i, (one, other) in pairs if one != other), None)
     if found is None:
         return None
     position, one, other = found
     scores = next_scores(target, [*prompt, *plain[:position]])
+    if any(map(math.isnan, scores)):  # no order, and no margin
+        raise NonFiniteScores(f"{target.name} gives scores that are not numbers (NaN) where the two answers part")
     best, second = heapq.nlargest(2, scores)
     gap = None if one is None or other is None else best - min(scores[one], scores[other])
     return Difference(position, one, other, best - second, gap, rounding_bound(best, dtype))

@@ -27,6 +27,7 @@ from dflash.backends.mlx.verify import Processor, Sampler
 from dflash.decode import PREFILL_CHUNK
 from dflash.errors import RequestError
 from dflash.generate import DraftLike, Response
+from dflash.sampling import SamplingParams
 from dflash.text import Prompt
 
 __all__ = ["load", "load_draft", "stream_generate"]
@@ -119,7 +120,8 @@ def stream_generate(
                 "a sampler or logits processor says how to sample: leave temperature (beside a sampler), top_p, top_k, "
                 "min_p, repetition_penalty, logit_bias and seed out, or leave it out"
             )
-        model = model.sampled_by(sampler or make_sampler(temperature), logits_processors or ())
+        checked = SamplingParams(temperature)
+        model = model.sampled_by(sampler or make_sampler(checked.temperature), logits_processors or ())
         temperature = 0.0
     return _stream_generate(
         model, draft, tokenizer, prompt, block_size, max_tokens, temperature, top_p, top_k, min_p,

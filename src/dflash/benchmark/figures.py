@@ -24,7 +24,7 @@ class Parting:
     """Where a record's answer parts from the baseline's.
 
     Attributes:
-        difference: None where no target is at hand to tell the margin.
+        difference: None where nobody can tell the margin.
     """
 
     system: str

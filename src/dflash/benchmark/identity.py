@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 from dflash.benchmark.answers import Record, digest
 from dflash.benchmark.datasets import Dataset
 from dflash.benchmark.figures import Parting, parted
 from dflash.benchmark.systems import Asking, Messages, encode, final_text
 from dflash.difference import first_difference
+from dflash.errors import NonFiniteScores
 from dflash.protocols import Target
 
 
@@ -28,7 +30,10 @@ def partings(
         difference = None
         prompt = _prompt(record, records, datasets, target, asking)
         if asking.temperature == 0 and prompt is not None:
-            difference = first_difference(target, dtype, prompt, other.answer.tokens or (), record.answer.tokens or ())
+            with suppress(NonFiniteScores):  # then nobody can tell, which counts as different
+                difference = first_difference(
+                    target, dtype, prompt, other.answer.tokens or (), record.answer.tokens or ()
+                )
         found.append(Parting(record.system, record.key, position, difference))
     return found
 

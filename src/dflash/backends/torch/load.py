@@ -187,7 +187,8 @@ def _rollback_error(target: TorchTarget) -> float:
     with session.verify(text[7:8], Proposal([text[8:]], 4)) as ahead:
         pairs.append((ahead.scores[0], whole[0, 7:]))
         ahead.keep([5])
-    return max(float((have.float() - want).norm() / want.norm()) for have, want in pairs)
+    # The largest by torch: Python's max would drop a NaN that is not the first.
+    return float(torch.stack([(have.float() - want).norm() / want.norm() for have, want in pairs]).max())
 
 
 def _device(device: str | torch.device | None) -> torch.device:
