@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+import fakes
 import tiny
 from dflash.decode import Request, decode
 from dflash.drafters import BothDrafters, NGramDrafter, NoDrafter
+from dflash.drafters.ngram import Lookup
 from dflash.errors import RequestError
 from dflash.limits import Output
 from dflash.protocols import Features, Proposal
@@ -104,6 +106,84 @@ def test_rows_go_with_what_promises_more_to_all_of_them() -> None:
     asked = draft.asked
     assert drafting.propose([5, next(new)], 7).tokens[0] == [6, 7, 8, 9, 10, 11, 12], "seven and none: 3.5 each"
     assert draft.asked == asked
+
+
+def misleading(right: int) -> list[int]:
+    """A history in which ``right`` tokens of every continuation of 0, 1, 2 ... are true, and the next is a trap."""
+    return [token for p in range(2000) for token in (*range(p, p + right + 1), -1)]
+
+
+def run(drafting: Any, draft: Draft, rounds: int, drafted: int, looked_up: int, begin: int = 0) -> list[bool]:
+    """Rounds of the text 0, 1, 2 ... from ``begin`` on; whether the draft was asked in each.
+
+    Args:
+        drafted, looked_up: tokens that stand where the draft is asked, and where it is not.
+    """
+    asked, pending = [], begin
+    for _ in range(rounds):
+        before = draft.asked
+        proposal = drafting.propose([pending], 7)
+        asked.append(draft.asked > before)
+        if not asked[-1]:
+            true = [*range(pending + 1, pending + looked_up + 1), -1]
+            assert all(one == other for one, other in zip(proposal.tokens[0], true, strict=False))
+        stood = drafted if asked[-1] else looked_up
+        commit(drafting, [pending + i for i in range(stood + 1)])
+        pending += stood + 1
+    return asked
+
+
+def test_a_lookup_that_is_always_found_and_always_wrong_is_used_once() -> None:
+    draft = Draft()
+    drafting = at_work(draft, misleading(0), min_ngram=1, max_ngram=1)
+    assert run(drafting, draft, 40, drafted=2, looked_up=0) == [False] + [True] * 39
+
+
+def test_a_lookup_that_brings_little_does_not_keep_a_draft_from_its_turn() -> None:
+    draft = Draft()
+    drafting = at_work(draft, misleading(1), min_ngram=1, max_ngram=1)
+    assert run(drafting, draft, 40, drafted=5, looked_up=1) == [False] + [True] * 39
+
+
+def test_a_draft_that_became_good_is_found_out() -> None:
+    draft = Draft()
+    drafting = at_work(draft, misleading(1), min_ngram=1, max_ngram=1)
+    bad = run(drafting, draft, 100, drafted=0, looked_up=1)
+    assert sum(bad[1:18]) == 1 and 4 <= sum(bad) <= 7, "it is asked now and then"
+    good = run(drafting, draft, 40, drafted=6, looked_up=1, begin=1000)
+    assert all(good[17:])
+
+
+def test_text_that_repeats_whole_asks_no_draft() -> None:
+    draft = Draft()
+    drafting = at_work(draft, list(range(5000)), min_ngram=1)
+    assert not any(run(drafting, draft, 100, drafted=7, looked_up=7))
+
+
+class Wrong(NGramDrafter):
+    """Always finds something, and is always wrong."""
+
+    def start(self, *of: Any) -> Lookup:
+        lookup = super().start(*of)
+        for row in lookup._rows:
+            row.continuation = lambda pending, room: [TRAP] * room  # type: ignore[method-assign]
+        return lookup
+
+
+TRAP = 63
+
+
+def test_a_good_draft_is_hardly_slowed_down_by_a_lookup_that_is_always_wrong() -> None:
+    target = tiny.target("qwen3")
+    prompt = [5, 9, 2, 40]
+    plain = Output(lambda ids: "", 61)
+    list(decode(target, NoDrafter(), [Request(prompt, SamplingParams(), plain)], block_size=1))
+    assert TRAP not in plain.tokens
+    done = Output(lambda ids: "", 61)
+    both = BothDrafters(fakes.OracleDrafter(6, [[*prompt, *plain.tokens]], fakes.perfect), Wrong(6))
+    rounds = list(decode(target, both, [Request(prompt, SamplingParams(), done)], block_size=6))
+    assert done.tokens == plain.tokens
+    assert len(rounds) <= 1 + 2 + 60 // 6
 
 
 @pytest.mark.parametrize("given", [("ngram",), (None,), (Draft(), "ngram"), (Draft(), NoDrafter())], ids=repr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from dflash.drafters.ngram import Lookup, NGramDrafter, padded
@@ -10,7 +11,10 @@ from dflash.protocols import Drafter, Drafting, Features, Proposal, Target
 from dflash.sampling import SamplingParams
 
 MEMORY = 0.8
-"""How much of its estimate of the draft a round leaves: about five rounds are remembered."""
+"""How much of an estimate a round leaves: about five rounds are remembered."""
+
+PATIENCE = 16
+"""Rounds after which the draft is asked again, although it is thought to bring less than the lookup promises."""
 
 
 class BothDrafters:
@@ -42,27 +46,32 @@ class BothDrafters:
 
 
 class _Both:
-    """Both at work."""
+    """Both at work. Who is asked depends on tokens and rounds that are over, never on one drawn now."""
 
     def __init__(self, draft: Drafting, lookup: Lookup) -> None:
         self._draft = draft
         self._lookup = lookup
         self._drafted = False
+        self._rounds = math.inf
+        """Since the draft was last asked; it has never been."""
         self._gain = 0.0
         """Tokens that a block of the draft brought a row, on average of late."""
 
     def extend(self, tokens: list[list[int]], features: Features) -> None:
         if self._drafted:
             accepted = sum(len(new) - 1 for new in tokens) / len(tokens)
-            self._gain = MEMORY * self._gain + (1 - MEMORY) * accepted
+            kept = MEMORY**self._rounds
+            self._gain = kept * self._gain + (1 - kept) * accepted
+            self._rounds = 0
         self._draft.extend(tokens, features)
         self._lookup.extend(tokens, features)
 
     def propose(self, pending: list[int], room: int) -> Proposal:
-        # A continuation is as long as the last ones deserved, so its length is what it promises.
         found = self._lookup.continuations(pending, room)
-        promised = sum(map(len, found)) / len(found)
-        self._drafted = promised == 0 or promised < min(self._gain, room)
+        promised = self._lookup.promise
+        self._rounds += 1
+        doubted = promised < self._gain or self._rounds > PATIENCE
+        self._drafted = promised == 0 or (promised < room and doubted)
         return self._draft.propose(pending, room) if self._drafted else padded(found, pending)
 
     def select(self, rows: list[int]) -> None:

@@ -49,9 +49,16 @@ class _History:
         self.tokens: list[int] = []
         self.sizes = sizes
         self._trust = trust
+        self._right = 1.0
+        """The share of guesses that began right, as good as only the last few counted."""
         self._guess: list[int] = []
         self._guessed_at = 0
         self._ends: dict[tuple[int, ...], int] = {}
+
+    @property
+    def promise(self) -> float:
+        """Tokens to be expected of the guess: it is as long as the last ones deserved, where they began right."""
+        return self._right * len(self._guess)
 
     def propose(self, pending: int, room: int) -> list[int]:
         """A continuation as long as the last ones deserve, at most ``room`` tokens."""
@@ -68,6 +75,8 @@ class _History:
         """
         came = [*self.tokens[self._guessed_at : self._guessed_at + len(self._guess)], pending]
         known = [one == other for one, other in zip(self._guess, came, strict=False)]
+        if known:
+            self._right = (self._right + known[0]) / 2
         if False in known:
             self._trust = max(1, known.index(False))
         elif self._guess and len(known) == len(self._guess):
@@ -132,6 +141,11 @@ class Lookup:
     def continuations(self, pending: list[int], room: int) -> list[list[int]]:
         """What each row would propose, at most ``room`` tokens; none where it found nothing."""
         return [row.propose(token, room) for row, token in zip(self._rows, pending, strict=True)]
+
+    @property
+    def promise(self) -> float:
+        """Tokens to be expected of the continuations, a row on average."""
+        return sum(row.promise for row in self._rows) / len(self._rows)
 
     def select(self, rows: list[int]) -> None:
         self._rows = [self._rows[row] for row in rows]
