@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,16 +16,17 @@ import tiny
 import vocabularies
 from dflash.backends.torch.target import TorchTarget
 from dflash.errors import RequestError
+from dflash.generate import new_output
 from dflash.limits import Output
 from dflash.sampling import SamplingParams
-from dflash.text import byte_tokens
+from dflash.text import text_of
 
 END = 256  # of the byte-level tokenizer, where ids below 256 are bytes
 seeded = settings(derandomize=True, deadline=None, max_examples=200)
 
 
 def output(max_tokens: int = 100, stop: str | Sequence[str] = (), stop_ids: Sequence[int] = (END,)) -> Output:
-    return Output(vocabularies.decoder(vocabularies.byte_level()), max_tokens, frozenset(stop_ids), stop)
+    return Output(text_of(vocabularies.byte_level()), max_tokens, frozenset(stop_ids), stop)
 
 
 def ids(text: str) -> list[int]:
@@ -178,6 +180,37 @@ def test_special_tokens_are_no_text() -> None:
     assert run(out, [[*ids("a"), user, *ids("b"), END]]) == "ab"
 
 
+def byte_fallback_answer(tokens: Sequence[int], stop: str | Sequence[str] = ()) -> tuple[Output, list[str]]:
+    """An answer of a tokenizer of Mistral's kind, as ``generate`` makes one, and the text each token gave."""
+    tokenizer = vocabularies.sentencepiece()
+    out = new_output(SimpleNamespace(eos_ids=frozenset()), tokenizer, 10**6, stop)  # type: ignore[arg-type]
+    pieces = []
+    for token in tokens:
+        if out.finish_reason is None:
+            pieces.append(out.take([token])[1])
+    return out, pieces
+
+
+@pytest.mark.parametrize(
+    ("stop", "kept"), [("\n", 2), ("\n\n", 3), ("\né", 5), ("é", 5), ("b", 6), ("a\n", 2), (["é\n", "\n\né"], 5)], ids=str
+)
+def test_a_stop_string_of_byte_tokens_ends_on_the_token_that_completes_it(stop: Any, kept: int) -> None:
+    tokenizer = vocabularies.sentencepiece()
+    word, letter = tokenizer.convert_tokens_to_ids(["▁a", "b"])
+    tokens = [word, *vocabularies.byte_ids("\n\né"), letter, letter]
+    assert tokenizer.encode("\n", add_special_tokens=False)[-1:] == vocabularies.byte_ids("\n")
+    out, pieces = byte_fallback_answer(tokens, stop)
+    assert (len(out.tokens), out.finish_reason) == (kept, "stop")
+    whole = "a\n\néb"
+    stops = [stop] if isinstance(stop, str) else stop
+    assert "".join(pieces) == whole[: min(whole.index(s) for s in stops if s in whole)]
+
+
+def test_a_long_run_of_byte_tokens_flows() -> None:
+    out, pieces = byte_fallback_answer(vocabularies.byte_ids("\n" * 500 + "é中"))
+    assert pieces == ["\n"] * 500 + ["", "é", "", "", "中"]
+
+
 # --- rounds do not matter ---------------------------------------------------------------------------
 
 
@@ -194,8 +227,7 @@ def test_rounds_change_neither_tokens_nor_text_nor_reason(style: str, data: st.D
     cuts = sorted(data.draw(st.sets(st.integers(1, len(tokens)), max_size=10)))
 
     def answer(rounds: Sequence[Sequence[int]]) -> tuple[list[int], str, str | None]:
-        decode = vocabularies.decoder(tokenizer)
-        out = Output(decode, cap, frozenset([tokenizer.eos_token_id]), stop, byte_tokens(tokenizer))
+        out = Output(text_of(tokenizer), cap, frozenset([tokenizer.eos_token_id]), stop)
         return out.tokens, run(out, rounds), out.finish_reason
 
     rounds = [tokens[a:b] for a, b in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]

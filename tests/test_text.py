@@ -18,7 +18,16 @@ import dflash
 import tiny
 import vocabularies
 from dflash.errors import RequestError
-from dflash.text import REPLACEMENT, Detokenizer, StopScanner, byte_tokens, encode_prompt, plain_message, repair_decoder
+from dflash.text import (
+    REPLACEMENT,
+    Detokenizer,
+    StopScanner,
+    byte_tokens,
+    encode_prompt,
+    plain_message,
+    repair_decoder,
+    text_of,
+)
 
 BOS = "<|begin|>"
 CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "héllo"}]
@@ -239,11 +248,43 @@ def test_sound_decoder_is_left_alone(style: str) -> None:
 
 
 def test_only_byte_fallback_decoders_have_byte_tokens() -> None:
-    assert byte_tokens(vocabularies.byte_level()) == byte_tokens(vocabularies.wordpiece()) == frozenset()
+    assert byte_tokens(vocabularies.byte_level()) == byte_tokens(vocabularies.wordpiece()) == {}
     tokenizer = vocabularies.sentencepiece()
     known = byte_tokens(tokenizer)
-    assert set(vocabularies.byte_ids("".join(map(chr, range(128))))) < known
-    assert len(known) == 256 + len(tokenizer.all_special_ids)
+    assert [known[token] for token in vocabularies.byte_ids("aé\n")] == list("aé\n".encode())
+    assert sorted(known.values()) == list(range(256))
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (b"\xe4\xb8\xad\xff", "中\ufffd"),
+        (b"\xf0\x9f\x98", "\ufffd" * 3),
+        (b"\xe4\xb8\xad\xf0\x9f\x98A", "中\ufffd\ufffd\ufffdA"),
+        (b"\xe0\x80\x80", "\ufffd" * 3),
+        (b"\xed\xa0\x80", "\ufffd" * 3),
+        (b"\xf4\x90\x80\x80", "\ufffd" * 4),
+        (b"\xc0\xaf", "\ufffd" * 2),
+        (b"\n\n\xff\n", "\n\n\ufffd\n"),
+    ],
+)
+def test_byte_tokens_are_read_as_sentencepiece_reads_them(run: bytes, text: str) -> None:
+    """What sentencepiece 0.2 decodes these bytes to; the decoder of ``tokenizers`` makes all of them marks."""
+    tokenizer = vocabularies.sentencepiece()
+    tokens = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in run]
+    word, end = tokenizer.convert_tokens_to_ids(["▁a", "</s>"])
+    assert text_of(tokenizer)([word, *tokens, word]) == f"a{text} a"
+    for at in range(1, len(tokens)):
+        assert text_of(tokenizer)([*tokens[:at], end, *tokens[at:]]) == text, "special tokens do not end a run"
+
+
+@given(text=st.text("aé中😀 \n\u2028", max_size=30))
+@seeded
+def test_runs_that_are_whole_are_as_the_decoder_has_them(text: str) -> None:
+    tokenizer = vocabularies.sentencepiece()
+    for tokens in (vocabularies.byte_ids(text), tokenizer.encode(text, add_special_tokens=False)):
+        own = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert text_of(tokenizer)(tokens) == own
 
 
 # --- streaming --------------------------------------------------------------------------------------
@@ -262,7 +303,7 @@ class Counted:
 
 
 def stream(tokenizer: PreTrainedTokenizerFast, rounds: Sequence[Sequence[int]]) -> list[str]:
-    detokenizer = Detokenizer(vocabularies.decoder(tokenizer), byte_tokens(tokenizer))
+    detokenizer = Detokenizer(text_of(tokenizer))
     return [*(detokenizer.add(tokens) for tokens in rounds), detokenizer.finish()]
 
 
@@ -291,7 +332,7 @@ def test_pieces_are_the_text_whatever_the_rounds(style: str, data: st.DataObject
     """And at every moment they begin it: no mark is in them that is not in one decode of all tokens."""
     tokenizer = vocabularies.STYLES[style]()
     rounds = data.draw(tokens_in_rounds(len(tokenizer), DIFFICULT[style]))
-    whole = vocabularies.decoder(tokenizer)([token for tokens in rounds for token in tokens])
+    whole = text_of(tokenizer)([token for tokens in rounds for token in tokens])
     so_far = ""
     for piece in stream(tokenizer, rounds):
         so_far += piece
@@ -325,7 +366,7 @@ def test_bytes_that_never_complete_come_out_as_the_decoder_prints_them() -> None
 
 def test_every_lone_byte_before_a_space_streams_without_an_error() -> None:
     tokenizer = vocabularies.sentencepiece()
-    decode = vocabularies.decoder(tokenizer)
+    decode = text_of(tokenizer)
     space = tokenizer.convert_tokens_to_ids("▁a")
     for byte in sorted(byte_tokens(tokenizer)):
         assert "".join(stream(tokenizer, [[byte], [space]])) == decode([byte, space])
@@ -353,14 +394,16 @@ def test_text_without_spaces_flows() -> None:
     assert stream(tokenizer, characters) == [*("中文" * 25), ""]
 
 
-def test_a_run_of_byte_tokens_is_given_out_when_it_ends() -> None:
+def test_characters_of_byte_tokens_are_given_out_as_they_complete() -> None:
     tokenizer = vocabularies.sentencepiece()
     word = tokenizer.convert_tokens_to_ids("▁a")
-    assert stream(tokenizer, [[word], vocabularies.byte_ids("😀"), vocabularies.byte_ids("é"), [word]]) == [
+    emoji, accented = vocabularies.byte_ids("😀"), vocabularies.byte_ids("é")
+    assert stream(tokenizer, [[word], emoji[:3], [*emoji[3:], *accented[:1]], accented[1:], [word]]) == [
         "a",
         "",
-        "",
-        "😀é a",
+        "😀",
+        "é",
+        " a",
         "",
     ]
 
@@ -378,19 +421,21 @@ def test_streamed_answer_of_byte_tokens_is_one_decode_of_all() -> None:
     tokenizer = vocabularies.sentencepiece()
     target = tiny.TorchTarget(tiny.model("llama", vocab_size=len(tokenizer)), tokenizer, "bytes")
     responses = list(dflash.stream_generate(target, "ngram", tokenizer, [5, 70, 200], max_tokens=100, seed=3))
-    decode = vocabularies.decoder(tokenizer)
+    decode = text_of(tokenizer)
     assert "".join(r.text for r in responses) == decode([token for r in responses for token in r.tokens])
 
 
 def long_answers() -> dict[str, tuple[str, list[int]]]:
     chinese, garbage = vocabularies.byte_level().encode("中文", add_special_tokens=False), [255]
-    emoji = vocabularies.byte_ids("😀")
+    emoji, bad = vocabularies.byte_ids("😀"), vocabularies.sentencepiece().convert_tokens_to_ids("<0xFF>")
     spaced = vocabularies.sentencepiece().convert_tokens_to_ids(["▁the", "b"])
     return {
         "words": ("sentencepiece", spaced),
         "three bytes a character": ("byte-level", chinese),
         "bytes that are no text": ("byte-level", garbage),
         "one run of byte tokens": ("sentencepiece", emoji),
+        "newlines": ("sentencepiece", vocabularies.byte_ids("\n")),
+        "a run that is no text": ("sentencepiece", [*vocabularies.byte_ids("\n"), bad]),
         "byte tokens and words": ("sentencepiece", [*emoji, *spaced]),
         "special tokens only": ("byte-level", [vocabularies.byte_level().eos_token_id]),
         "special tokens in a run": ("sentencepiece", [vocabularies.sentencepiece().eos_token_id]),
@@ -403,8 +448,8 @@ def test_cost_grows_in_line_with_the_answer(answer: str) -> None:
     style, period = long_answers()[answer]
     tokens = (period * 3000)[:3000]
     tokenizer = vocabularies.STYLES[style]()
-    counted = Counted(vocabularies.decoder(tokenizer))
-    detokenizer = Detokenizer(counted, byte_tokens(tokenizer))
+    counted = Counted(text_of(tokenizer))
+    detokenizer = Detokenizer(counted)
     text = "".join([*(detokenizer.add([token]) for token in tokens), detokenizer.finish()])
     assert text == counted.decode(tokens)
     assert counted.tokens < 60 * len(tokens)

@@ -50,16 +50,6 @@ STYLES: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
 }
 
 
-def decoder(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[int]], str]:
-    """Ids to text as the loop does it: special tokens left out, nothing tidied up."""
-
-    def decode(ids: list[int]) -> str:
-        text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return text
-
-    return decode
-
-
 def byte_ids(text: str, tokenizer: PreTrainedTokenizerFast | None = None) -> list[int]:
     """The ``<0x..>`` tokens of a text's UTF-8 bytes."""
     tokenizer = tokenizer or sentencepiece()

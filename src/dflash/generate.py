@@ -15,7 +15,7 @@ from dflash.errors import RequestError
 from dflash.limits import Output
 from dflash.protocols import Drafter, Target
 from dflash.sampling import SamplingParams
-from dflash.text import Prompt, byte_tokens, encode_prompt, text_of
+from dflash.text import Prompt, encode_prompt, text_of
 
 DraftLike = Drafter | str | None
 """A DFlash draft, another drafter, "ngram", "none", or None for plain decoding."""
@@ -221,7 +221,7 @@ def start(
 def new_output(model: Target, tokenizer: Any, max_tokens: int, stop: str | Sequence[str] = ()) -> Output:
     """An empty answer of this model, to be read with this tokenizer."""
     own = frozenset() if tokenizer.eos_token_id is None else frozenset([tokenizer.eos_token_id])
-    return Output(text_of(tokenizer), max_tokens, model.eos_ids | own, stop, byte_tokens(tokenizer))
+    return Output(text_of(tokenizer), max_tokens, model.eos_ids | own, stop)
 
 
 def as_drafter(draft: DraftLike) -> Drafter:

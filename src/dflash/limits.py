@@ -26,15 +26,13 @@ class Output:
         max_tokens: int,
         stop_ids: frozenset[int] = frozenset(),
         stop: Sequence[str] = (),
-        byte_ids: frozenset[int] = frozenset(),
     ) -> None:
         """
         Args:
-            decode: token ids to text, special tokens left out.
+            decode: token ids to text, as ``text.text_of`` has it.
             max_tokens: at least 1.
             stop_ids: ids that end the answer, the model's EOS ids among them.
             stop: strings that end the answer, wherever token boundaries fall.
-            byte_ids: see ``text.byte_tokens``.
 
         Raises:
             RequestError: ``max_tokens`` is not a positive whole number, or a stop string is empty.
@@ -45,7 +43,7 @@ class Output:
         self.finish_reason: str | None = None
         self._max_tokens = int(max_tokens)
         self._stop_ids = stop_ids
-        self._detokenizer = Detokenizer(decode, byte_ids)
+        self._detokenizer = Detokenizer(decode)
         self._scanner = StopScanner(stop)
 
     @property

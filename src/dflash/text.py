@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -172,13 +174,52 @@ def _has_byte_level(spec: Any) -> bool:
 
 
 def text_of(tokenizer: Any) -> Callable[[list[int]], str]:
-    """Token ids to text, special tokens left out."""
+    """Token ids to text, special tokens left out.
+
+    Byte tokens are read as sentencepiece reads them: a byte that is no part of a character becomes a replacement mark
+    by itself. The decoder of ``tokenizers`` makes marks of the whole run of byte tokens that it stands in, so that no
+    character of a run would be certain before the run ends. Where all runs are valid UTF-8, the two are the same.
+    """
+    byte_of = byte_tokens(tokenizer)
+    id_of = {byte: token for token, byte in byte_of.items()}
+    special = _marked_special(tokenizer) if byte_of else frozenset()
 
     def decode(ids: list[int]) -> str:
+        if byte_of:
+            ids = _mended([token for token in ids if token not in special], byte_of, id_of)
         text: str = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     return decode
+
+
+def byte_tokens(tokenizer: Any) -> dict[int, int]:
+    """Ids of the tokens ``<0x00>`` to ``<0xFF>`` -> their bytes, of a decoder that reads them so; empty for any other."""
+    core = _core(tokenizer)
+    if core is None or "ByteFallback" not in str(core.decoder):
+        return {}
+    ids = {byte: core.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+    if any(ids[byte] is None for byte in REPLACEMENT.encode()):
+        return {}
+    return {token: byte for byte, token in ids.items() if token is not None}
+
+
+def _marked_special(tokenizer: Any) -> frozenset[int]:
+    """They leave no text, and so do not end a run of byte tokens."""
+    return frozenset(i for i, token in _core(tokenizer).get_added_tokens_decoder().items() if token.special)
+
+
+def _mended(ids: list[int], byte_of: dict[int, int], id_of: dict[int, int]) -> list[int]:
+    """The same tokens with every run of byte tokens made valid UTF-8."""
+    mended: list[int] = []
+    for is_run, part in itertools.groupby(ids, key=byte_of.__contains__):
+        mended += [id_of[byte] for byte in _valid(bytes(map(byte_of.__getitem__, part)))] if is_run else part
+    return mended
+
+
+def _valid(run: bytes) -> bytes:
+    """UTF-8 in which a replacement mark stands for each byte that is no part of a character."""
+    return re.sub("[\udc80-\udcff]", REPLACEMENT, run.decode("utf-8", "surrogateescape")).encode()
 
 
 class Detokenizer:
@@ -186,32 +227,28 @@ class Detokenizer:
 
     Tokens are decoded in a window that starts a few tokens back, for a token's text may depend on the
     ones before it. A tail that later tokens may still change is held back: the bytes of a character cut
-    off, and a run of byte tokens. Bytes that never can be completed come out as the decoder prints them.
+    off. Bytes that never can be completed come out as the decoder prints them.
     """
 
-    _WINDOW = 48  # tokens decoded at most, give or take a block and a run of byte tokens
+    _WINDOW = 48  # tokens decoded at most, give or take a block
     _OVERLAP = 8  # tokens of context when the window moves on
 
-    def __init__(self, decode: Callable[[list[int]], str], byte_ids: frozenset[int] = frozenset()) -> None:
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
         """
         Args:
-            byte_ids: see ``byte_tokens``.
+            decode: of ``text_of``.
         """
         self._decode = decode
-        self._byte_ids = byte_ids
         self._ids: list[int] = []  # the window
         self._given = 0  # characters of the window's text already given out
 
     def add(self, tokens: Sequence[int]) -> str:
         """Take in tokens; return the text that has become final."""
         self._ids += tokens
-        settled = len(self._ids)
-        while settled and self._ids[settled - 1] in self._byte_ids:
-            settled -= 1
-        text = self._decode(self._ids[:settled])
+        text = self._decode(self._ids)
         piece = text[self._given : len(text) - _cut_off(text)]
         self._given += len(piece)
-        if settled == len(self._ids) > self._WINDOW:
+        if len(self._ids) > self._WINDOW:
             self._move(text)
         return piece
 
@@ -235,21 +272,6 @@ class Detokenizer:
 def _cut_off(text: str) -> int:
     """Length of the tail that more bytes may complete: at most 3, a character being at most 4 bytes."""
     return min(len(text) - len(text.rstrip(REPLACEMENT)), 3)
-
-
-def byte_tokens(tokenizer: Any) -> frozenset[int]:
-    """Ids of the tokens ``<0x00>`` to ``<0xFF>`` of a sentencepiece-style decoder; empty for any other.
-
-    It reads a run of them as a whole: one byte too few or too many, and all of the run come out as
-    replacement marks. So nothing of a run is final before it ends. Special tokens, which leave no text,
-    do not end a run: they are among these ids too.
-    """
-    core = _core(tokenizer)
-    if core is None or "ByteFallback" not in str(core.decoder):
-        return frozenset()
-    ids = (core.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-    special = (i for i, token in core.get_added_tokens_decoder().items() if token.special)
-    return frozenset(i for i in ids if i is not None) | frozenset(special)
 
 
 class StopScanner:

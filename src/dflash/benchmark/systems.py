@@ -20,7 +20,7 @@ from dflash.errors import DFlashError
 from dflash.generate import start
 from dflash.protocols import Drafter, Target
 from dflash.sampling import SamplingParams
-from dflash.text import Detokenizer, Prompt, byte_tokens, encode_prompt, text_of
+from dflash.text import Detokenizer, Prompt, encode_prompt, text_of
 
 Messages: TypeAlias = list[dict[str, str]]
 
@@ -329,7 +329,7 @@ def final_text(text: str) -> str:
 
 def pieces(tokenizer: Any, tokens: Sequence[int]) -> tuple[str, ...]:
     """The text each token adds. Half a character waits for its other half."""
-    detokenizer = Detokenizer(text_of(tokenizer), byte_tokens(tokenizer))
+    detokenizer = Detokenizer(text_of(tokenizer))
     found = [detokenizer.add([token]) for token in tokens]
     if found:
         found[-1] += detokenizer.finish()

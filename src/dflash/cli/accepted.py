@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dflash.cli import console
 from dflash.generate import Response
-from dflash.text import Detokenizer, byte_tokens, text_of
+from dflash.text import Detokenizer, text_of
 
 BRACKETS = ("⟦", "⟧")
 ASCII_BRACKETS = ("[", "]")
@@ -31,11 +31,11 @@ class Splitter:
 
     A response's text may lag behind its tokens (a half character, the possible start of a stop
     string), so every token's characters are counted and queued. A character that several tokens
-    make up is the one's that completes it (of sentencepiece's byte tokens: the one's after them).
+    make up is the one's that completes it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._detokenizer = Detokenizer(text_of(tokenizer), byte_tokens(tokenizer))
+        self._detokenizer = Detokenizer(text_of(tokenizer))
         self._queue: deque[tuple[int, bool]] = deque()  # characters not yet in any response, and their origin
         self._newest = False  # origin of the newest token: of what the detokenizer still holds back
 
