@@ -72,7 +72,7 @@ def straight_line(
         for query in range(width):
             seen = torch.ones(n + width, dtype=torch.bool)
             if config.layer_types[i] == "sliding_attention":
-                seen &= (n + query) - torch.arange(n + width) < config.sliding_window
+                seen &= ((n + query) - torch.arange(n + width)).abs() < config.sliding_window
             if config.causal[i]:
                 seen &= torch.arange(n + width) <= n + query
             for head in range(heads):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -275,9 +276,75 @@ def test_sliding_layers_are_causal_and_full_ones_are_not_unless_the_file_says_so
     assert DFlashConfig.parse(sliding(types, is_causal=each)).causal == tuple(each)
 
 
-def test_window_without_sliding_layers_has_no_effect() -> None:
+@pytest.mark.parametrize("place", ["causal_head", "dflash_config__causal_head"])
+def test_jetspecs_causal_head_makes_every_layer_causal(place: str) -> None:
+    assert DFlashConfig.parse(changed(**{place: True})).causal == (True,) * 5
+    types = [SLIDING, FULL, SLIDING, FULL, FULL]
+    assert DFlashConfig.parse(sliding(types, **{place: True})).causal == (True,) * 5
+    assert DFlashConfig.parse(sliding(types, **{place: True, "dflash_config__causal": True})).causal == (True,) * 5
+    assert DFlashConfig.parse(changed(**{place: False})) == DFlashConfig.parse(PUBLISHED)
+    assert DFlashConfig.parse(sliding(types, **{place: False})).causal == (True, False, True, False, False)
+    written = DFlashConfig.parse(changed(**{place: True})).to_published()["dflash_config"]
+    assert written["causal"] is True
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"dflash_config__causal_head": True, "dflash_config__causal": False},
+        {"dflash_config__causal_head": True, "is_causal": False},
+        {"dflash_config__causal_head": False, "dflash_config__causal": True},
+        {"dflash_config__causal_head": True, "is_causal": [True, True, False, True, True]},
+        {"is_causal": True, "dflash_config__causal": False},
+    ],
+    ids=str,
+)
+def test_masks_that_contradict_each_other_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="contradict each other"):
+        DFlashConfig.parse(changed(**fields))
+
+
+def test_window_that_full_layers_do_not_use_has_no_effect() -> None:
     assert DFlashConfig.parse(changed(sliding_window=4096)) == DFlashConfig.parse(PUBLISHED)
     assert DFlashConfig.parse(changed(drop="layer_types")) == DFlashConfig.parse(PUBLISHED)
+    assert DFlashConfig.parse(changed(drop="layer_types", sliding_window=4096)) == DFlashConfig.parse(PUBLISHED)
+    assert DFlashConfig.parse(changed(drop="use_sliding_window", sliding_window=64)) == DFlashConfig.parse(PUBLISHED)
+    off = {"dflash_config__use_swa": False, "dflash_config__swa_window_size": 1024}
+    assert DFlashConfig.parse(changed(**off)) == DFlashConfig.parse(PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (changed(changed(drop="layer_types"), drop="use_sliding_window", sliding_window=64), "sliding_window"),
+        (changed(use_sliding_window=True, sliding_window=64), "use_sliding_window"),
+        (changed(dflash_config__use_swa=True, sliding_window=64), "use_swa"),
+        (changed(drop="layer_types", dflash_config__use_swa=True, sliding_window=64), "use_swa"),
+        (changed(dflash_config__sliding_window=64), "sliding_window"),
+        (changed(dflash_config__swa_window_size=64), "swa_window_size"),
+        (changed(dflash_config__use_swa=1024), "use_swa"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_window_without_a_layer_that_slides_is_refused(raw: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        DFlashConfig.parse(raw)
+
+
+def test_window_without_a_layer_that_slides_makes_no_config() -> None:
+    with pytest.raises(ConfigError, match="sliding_window is 64"):
+        tiny.draft_config(tiny.target("llama"), sliding_window=64)
+
+
+def test_window_of_sliding_layers_is_found_in_either_place() -> None:
+    types = [SLIDING] * 5
+    for name in ("sliding_window", "swa_window_size"):
+        inner = {f"dflash_config__{name}": 64}
+        for outer in (None, 64):
+            config = DFlashConfig.parse(sliding(types, sliding_window=outer, dflash_config__use_swa=True, **inner))
+            assert config.sliding_window == 64
+        with pytest.raises(ConfigError, match=f"{name} is 64, but sliding_window is 2048"):
+            DFlashConfig.parse(sliding(types, sliding_window=2048, **inner))
 
 
 @pytest.mark.parametrize(
@@ -341,7 +408,7 @@ def test_number_of_target_layers_may_be_absent() -> None:
         ("hidden_act", "gelu"),
         ("attention_dropout", 0.1),
         ("partial_rotary_factor", 0.5),
-        ("draft_vocab_size", 32000),
+        ("draft_vocab_size", 151937),
         ("target_hidden_size", 5120),
         ("quantization_config", {"quant_method": "fp8"}),
         ("num_experts", 16),
@@ -350,6 +417,22 @@ def test_number_of_target_layers_may_be_absent() -> None:
         *((f"dflash_config__{name}", value) for name, value in [("selector_rank", 256), ("conv_kernel_size", 2)]),
         ("dflash_config__attention_modes", ["gqa", "kda"]),
         ("sample_from_anchor", True),
+        *((f"dflash_config__{name}", value) for name, value in [("pure_draft_prefix_len", 1), ("emb_dim", 256)]),
+        *((f"dflash_config__{name}", value) for name, value in [("gru_hidden_dim", 1024), ("fc_norm", True)]),
+        *((f"dflash_config__{name}", value) for name, value in [("use_aux_hidden_state", False)]),
+        *((name, True) for name in ("add_swa_attention_sink_bias", "mlp_bias", "quantization")),
+        *(("logit_scale", value) for value in (0, 0.5)),
+        ("eagle_config", {"use_aux_hidden_state": False}),
+        *(
+            (place + name, value)
+            for place in ("", "dflash_config__")
+            for name, value in [
+                *(("attention_sink_bias", True), ("attn_logit_softcapping", 50.0), ("rope_is_neox_style", False)),
+                *(("attention_value_scale", 0.612), ("add_sink_token", True), ("backbone_rotary_base", 5000000)),
+                *(("never_heard_of", 1), ("never_heard_of", 0), ("never_heard_of", "text"), ("never_heard_of", {})),
+            ]
+        ),
+        ("dflash_config__never_heard_of", False),
     ],
 )
 def test_field_that_would_change_the_maths_is_refused(name: str, value: Any) -> None:
@@ -365,6 +448,11 @@ def test_field_that_would_change_the_maths_is_refused(name: str, value: Any) -> 
         {"dflash_config__shift_label": False, "dflash_config__markov_rank": None},
         {"auto_map": {"AutoModel": "evil.Model"}, "attn_implementation": "someone/kernel"},
         {"_attn_implementation": "someone/kernel", "custom_pipelines": {"x": {"impl": "evil.Pipe"}}},
+        {"dflash_config__attention_sink_bias": False, "dflash_config__rope_is_neox_style": True},
+        {"attn_logit_softcapping": None, "rope_is_neox_style": True, "logit_scale": 1.0, "pretraining_tp": 1},
+        {"dflash_config__mask_token": "<|MASK|>", "dflash_config__use_aux_hidden_state": True, "is_neox_style": True},
+        {"dflash_config__num_anchors": 4096, "dflash_config__loss_decay_gamma": 7.0, "max_anchors": 3072},
+        {"dflash_config__backbone_rotary_base": 1000000, "never_heard_of": False, "dflash_config__unheard_of": None},
     ],
     ids=str,
 )
@@ -375,7 +463,7 @@ def test_field_that_changes_nothing_is_accepted(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"draft_vocab_size": 32000}, "draft_vocab_size"),
+        ({"draft_vocab_size": 151937}, "draft_vocab_size"),
         ({"target_hidden_size": 5120}, "target_hidden_size"),
         ({"sample_from_anchor": True}, "sample_from_anchor"),
         ({"speculators_model_type": "eagle3"}, "speculators_model_type"),
@@ -387,6 +475,49 @@ def test_field_that_changes_nothing_is_accepted(fields: dict[str, Any]) -> None:
 def test_speculators_field_that_would_change_the_maths_is_refused(fields: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         DFlashConfig.parse(changed(SPECULATORS, **fields))
+
+
+def test_refusal_of_an_unknown_field_says_where_what_and_what_to_do() -> None:
+    with pytest.raises(ConfigError) as caught:
+        DFlashConfig.parse(changed(dflash_config__never_heard_of=[1, 2]))
+    for part in ("never_heard_of = [1, 2] in dflash_config", "not known here", "remove it from config.json"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [transformers.Qwen3Config, transformers.LlamaConfig])
+@pytest.mark.parametrize("whole", [True, False])
+def test_whatever_transformers_writes_of_a_config_by_itself_is_known(kind: Any, whole: bool) -> None:
+    own = {
+        name: value for name, value in PUBLISHED.items() if name not in ("rope_scaling", "architectures", "auto_map")
+    }
+    made = kind(**{**own, "sliding_window": 4096, "model_type": "qwen3"}, architectures=["DFlashDraftModel"])
+    written = {**(made.to_dict() if whole else made.to_diff_dict()), "model_type": "qwen3"}
+    written = {"rope_theta": 1000000, "architectures": ["DFlashDraftModel"], **written}
+    assert DFlashConfig.parse(json.loads(json.dumps(written, default=str))) == DFlashConfig.parse(PUBLISHED)
+
+
+def test_a_reduced_vocabulary_is_read_from_either_format_and_written_to_both() -> None:
+    flat = DFlashConfig.parse(changed(draft_vocab_size=32000))
+    assert (flat.draft_vocab_size, flat.vocab_size) == (32000, 151936)
+    assert flat.to_published()["draft_vocab_size"] == 32000
+    raw = changed(SPECULATORS, draft_vocab_size=32000)
+    assert DFlashConfig.parse(raw) == DFlashConfig.parse(
+        changed(draft_vocab_size=32000, num_target_layers=None, dtype=None)
+    )
+    assert flat.to_speculators("a/b", [])["draft_vocab_size"] == 32000
+    assert DFlashConfig.parse(flat.to_speculators("a/b", [])) == flat
+
+
+def test_layers_of_a_speculators_draft_are_qwen3s_whatever_their_config_was_made_from() -> None:
+    """As RedHatAI publishes them for targets of other families."""
+    raw = changed(SPECULATORS, transformer_layer_config__model_type="llama", max_anchors=3072, target_hidden_size=None)
+    assert DFlashConfig.parse(raw) == DFlashConfig.parse(SPECULATORS)
+
+
+@pytest.mark.parametrize("name", ["never_heard_of", "transformer_layer_config__never_heard_of", "attention_sink_bias"])
+def test_unknown_field_of_a_speculators_config_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=name.split("__")[-1]):
+        DFlashConfig.parse(changed(SPECULATORS, **{name: 3}))
 
 
 @pytest.mark.parametrize("architectures", [["DFlash2DraftModel"], ["Qwen3Model"], [], None, "DFlashDraftModel", 5])
@@ -445,6 +576,8 @@ FIELDS = [
     *(f"dflash_config__{name}" for name in ("mask_token_id", "target_layer_ids", "block_size", "is_causal", "causal")),
     *("is_causal", "rope_parameters", "num_experts", "draft_vocab_size", "partial_rotary_factor", "attention_modes"),
     *("input_embedding_scale", "final_logit_softcapping", "torch_dtype", "speculators_model_type", "projector_type"),
+    *("causal_head", "use_swa", "swa_window_size", "backbone_rotary_base", "attention_sink_bias", "unheard_of"),
+    *(f"dflash_config__{name}" for name in ("causal_head", "sliding_window", "use_swa", "num_anchors", "unheard_of")),
 ]
 SPECULATORS_FIELDS = [*SPECULATORS, "layer_types", "transformer_layer_config__rope_theta"]
 ROPE_FIELDS = [*YARN, "type", "truncate", "mrope_section", "unheard_of"]
@@ -498,6 +631,7 @@ def test_any_items_of_lists_are_read_or_refused(ids: list[Any], types: list[Any]
 def configs(draw: st.DrawFn) -> DFlashConfig:
     layers = draw(st.integers(1, 4))
     types = tuple(draw(st.lists(st.sampled_from([FULL, SLIDING]), min_size=layers, max_size=layers)))
+    vocab = draw(st.integers(2, 99))
     rope = draw(st.sampled_from([{"rope_type": "default"}, YARN, {"rope_type": "linear", "factor": 2}]))
     return DFlashConfig(
         hidden_size=draw(st.integers(1, 9)),
@@ -506,7 +640,7 @@ def configs(draw: st.DrawFn) -> DFlashConfig:
         num_attention_heads=4,
         num_key_value_heads=draw(st.sampled_from([1, 2, 4])),
         head_dim=draw(st.sampled_from([2, 8])),
-        vocab_size=draw(st.integers(1, 99)),
+        vocab_size=vocab,
         rms_norm_eps=draw(st.floats(1e-9, 1)),
         max_position_embeddings=draw(st.integers(1, 99)),
         rope_parameters={**rope, "rope_theta": draw(st.integers(2, 10**7) | st.floats(2, 1e7))},
@@ -521,6 +655,7 @@ def configs(draw: st.DrawFn) -> DFlashConfig:
         input_embedding_scale=draw(st.floats(0.1, 9)),
         output_multiplier=draw(st.sampled_from([1.0, 0.5])),
         final_logit_softcapping=draw(st.none() | st.floats(1, 99)),
+        draft_vocab_size=draw(st.none() | st.integers(1, vocab - 1)),
         dtype=draw(st.sampled_from([None, "bfloat16", "float32"])),
     )
 

@@ -231,6 +231,12 @@ DRAFTS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
         "causal": (False, False),
     },
+    "a window smaller than the block": {
+        "num_hidden_layers": 3,
+        "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+        "sliding_window": 3,
+        "causal": (False, False, True),
+    },
     "causal": {"causal": (True, True)},
     "bias": {"attention_bias": True},
     "scales": {"input_embedding_scale": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 3.0},

@@ -1,15 +1,11 @@
-"""The config of a DFlash draft: one dataclass, one parser for each dialect in the wild, one writer.
-
-Only the fields read here matter. A field that would change the maths and is not understood is
-refused, never ignored; fields that name code (auto_map, attention implementations) are never followed.
-"""
+"""The config of a DFlash draft: one dataclass, and a writer for each format. ``draft_dialects`` reads them."""
 
 from __future__ import annotations
 
 import json
 import numbers
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +26,6 @@ ROPE_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 """Rotary scalings whose table does not depend on the length seen so far: what each needs, and what it may have."""
 
 MOST_LAYERS = 1000
-_MISSING = object()
 _SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -52,12 +47,14 @@ class DFlashConfig:
         block_size: the anchor and ``block_size - 1`` masks, as trained.
         mask_token_id: the id whose embedding stands for a position to be filled.
         layer_types: "full_attention" or "sliding_attention" for each layer.
-        sliding_window: of the sliding layers, itself included: a query sees ``q - k < sliding_window``.
+        sliding_window: of the sliding layers, itself included: a query sees ``|q - k| < sliding_window``.
         causal: for each layer, whether a slot sees only earlier slots of its own block.
         rope_parameters: transformers' form: ``rope_theta``, ``rope_type`` and what scaling needs.
         input_embedding_scale: factor on the target's raw embedding rows.
         output_multiplier: factor on the last hidden state before the head.
         final_logit_softcapping: tanh cap of the logits; None has none.
+        draft_vocab_size: tokens the draft can propose, where it has a head of its own for a part of the vocabulary;
+            None where it proposes any token, by the target's head.
         dtype: of the weights as written, for example "bfloat16"; None where the config does not say.
     """
 
@@ -82,10 +79,11 @@ class DFlashConfig:
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    draft_vocab_size: int | None = None
     dtype: str | None = None
 
     def __post_init__(self) -> None:
-        _positive("num_hidden_layers", self.num_hidden_layers, MOST_LAYERS)
+        positive("num_hidden_layers", self.num_hidden_layers, MOST_LAYERS)
         if not self.layer_types:
             object.__setattr__(self, "layer_types", (FULL,) * self.num_hidden_layers)
         if not self.causal:
@@ -98,7 +96,7 @@ class DFlashConfig:
 
     def _check_sizes(self) -> None:
         for name in _SIZES:
-            _positive(name, getattr(self, name))
+            positive(name, getattr(self, name))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"{self.num_attention_heads} attention heads cannot share {self.num_key_value_heads} key-value heads"
@@ -109,6 +107,9 @@ class DFlashConfig:
             _positive_number(name, getattr(self, name))
         if self.final_logit_softcapping is not None:
             _positive_number("final_logit_softcapping", self.final_logit_softcapping)
+        own = self.draft_vocab_size
+        if own is not None and positive("draft_vocab_size", own) >= self.vocab_size:
+            raise ConfigError(f"draft_vocab_size = {own} is more than a part of vocab_size = {self.vocab_size}")
         if not isinstance(self.attention_bias, bool):
             raise ConfigError(f"attention_bias must be true or false, not {self.attention_bias!r}")
         if self.dtype is not None and not isinstance(self.dtype, str):
@@ -126,7 +127,9 @@ class DFlashConfig:
         if SLIDING in self.layer_types:
             if self.sliding_window is None:
                 raise ConfigError("layer_types has sliding layers, but sliding_window is missing")
-            _positive("sliding_window", self.sliding_window)
+            positive("sliding_window", self.sliding_window)
+        elif self.sliding_window is not None:
+            raise ConfigError(f"sliding_window is {self.sliding_window!r}, but layer_types has no sliding layer")
 
     def _check_draft(self) -> None:
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size < 2:
@@ -140,7 +143,7 @@ class DFlashConfig:
             raise ConfigError(f"target_layer_ids names a layer twice: {list(ids)}")
         if self.num_target_layers is None:
             return
-        _positive("num_target_layers", self.num_target_layers)
+        positive("num_target_layers", self.num_target_layers)
         if max(ids) >= self.num_target_layers:
             raise ConfigError(
                 f"target_layer_ids names layer {max(ids)}, but the draft's own num_target_layers is "
@@ -175,11 +178,11 @@ class DFlashConfig:
         """From a config in the published ("z-lab") format, flat or nested, or the speculators format.
 
         Raises:
-            ConfigError: a field is missing, wrong, or would change the maths in a way not known here.
+            ConfigError: a field is missing, wrong, or could change what is computed in a way not known here.
         """
-        if raw.get("speculators_model_type") is not None:
-            return _parse_speculators(raw)
-        return _parse_published(raw)
+        from dflash.draft_dialects import parse  # which builds on this module
+
+        return parse(raw)
 
     def to_published(self) -> dict[str, Any]:
         """The published format; what differs between its dialects is written in both places."""
@@ -196,11 +199,13 @@ class DFlashConfig:
             nested["output_multiplier"] = self.output_multiplier
         if self.final_logit_softcapping is not None:
             nested["final_logit_softcapping"] = self.final_logit_softcapping
+        uniform = len(set(self.causal)) == 1
+        if uniform and (self.causal[0] or SLIDING in self.layer_types):
+            # For all layers, as vLLM reads it. Older engines take its absence for false, for sliding layers too.
+            nested["causal"] = self.causal[0]
         if self.causal != tuple(kind == SLIDING for kind in self.layer_types):
-            uniform = len(set(self.causal)) == 1
             nested["is_causal"] = self.causal[0] if uniform else list(self.causal)
-            if uniform:
-                nested["causal"] = self.causal[0]
+        reduced = {} if self.draft_vocab_size is None else {"draft_vocab_size": self.draft_vocab_size}
         return {
             "architectures": [ARCHITECTURE],
             "model_type": "qwen3",
@@ -211,6 +216,7 @@ class DFlashConfig:
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
             "vocab_size": self.vocab_size,
+            **reduced,
             "rms_norm_eps": self.rms_norm_eps,
             "hidden_act": "silu",
             "attention_bias": self.attention_bias,
@@ -232,7 +238,7 @@ class DFlashConfig:
         }
 
     def to_speculators(self, target: str, architectures: Sequence[str]) -> dict[str, Any]:
-        """The format of vLLM's speculators library, full vocabulary.
+        """The format of vLLM's speculators library.
 
         Args:
             target: hub id or path of the target, ``architectures`` its classes: what the format calls verifier.
@@ -247,7 +253,10 @@ class DFlashConfig:
         if (self.input_embedding_scale, self.output_multiplier, self.final_logit_softcapping) != (1.0, 1.0, None):
             raise ConfigError("the speculators format has no embedding scale, output multiplier or softcapping")
         published = self.to_published()
-        ours = ("architectures", "dflash_config", "block_size", "dtype", "torch_dtype", "rope_theta", "rope_scaling")
+        ours = (
+            *("architectures", "dflash_config", "block_size", "draft_vocab_size", "dtype", "torch_dtype"),
+            *("rope_theta", "rope_scaling"),
+        )
         proposal = {"proposal_type": "greedy", "speculative_tokens": self.block_size - 1}
         return {
             "architectures": [ARCHITECTURE],
@@ -262,7 +271,7 @@ class DFlashConfig:
             "aux_hidden_state_layer_ids": [i + 1 for i in self.target_layer_ids],
             "mask_token_id": self.mask_token_id,
             "block_size": self.block_size,
-            "draft_vocab_size": self.vocab_size,
+            "draft_vocab_size": self.draft_vocab_size or self.vocab_size,
             "sample_from_anchor": False,
             "sliding_window_non_causal": sliding != {True},
             "dtype": self.dtype,
@@ -298,203 +307,7 @@ def confidence(given: object, dtype: str, on_cpu: bool) -> float:
     return float(given)
 
 
-# --- the published format ---------------------------------------------------------------------------
-
-_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
-    "attention_dropout": (0.0, None),
-    "attention_mode": ("gqa", "mha", None),
-    "partial_rotary_factor": (1.0, None),
-    "projector_type": ("dflash", None),
-}
-"""Fields, and the values of them that are computed here. Where absent they have one of these."""
-
-_SAME = {"draft_vocab_size": "vocab_size", "target_hidden_size": "hidden_size"}
-"""Fields that must agree with another where they are given: a draft may not differ from its target in them."""
-
-_FOREIGN = (
-    "attention_gate",
-    "attention_modes",
-    "conv_group_size",
-    "conv_kernel_size",
-    "fc_norm",
-    "markov_rank",
-    "num_experts",
-    "quantization_config",
-    "sample_from_anchor",
-    "selector_rank",
-    "selector_top_k",
-    "shift_label",
-)
-"""Fields of newer or other drafts that would change the maths; None, False and 0 switch them off."""
-
-
-def _parse_published(raw: Mapping[str, Any]) -> DFlashConfig:
-    architectures = _list("architectures", raw.get("architectures") or [])
-    if ARCHITECTURE not in architectures:
-        raise ConfigError(
-            f"this is no DFlash draft: expected architecture {ARCHITECTURE}, found "
-            f"{', '.join(map(str, architectures)) or 'none'}"
-        )
-    if raw.get("model_type", "qwen3") != "qwen3":
-        raise ConfigError(f"model_type must be 'qwen3' (the draft's layer kind), not {raw['model_type']!r}")
-    return _build(raw, _object("dflash_config", raw.get("dflash_config")))
-
-
-def _build(raw: Mapping[str, Any], nested: Mapping[str, Any]) -> DFlashConfig:
-    """From layer fields in ``raw`` and draft fields in ``nested``, or else in ``raw``: newer configs nest them."""
-
-    def either(name: str, default: Any = _MISSING) -> Any:
-        value = nested.get(name)
-        value = raw.get(name) if value is None else value
-        if value is None and default is _MISSING:
-            raise ConfigError(f"{name} is missing from the draft's config: it cannot be guessed")
-        return default if value is None else value
-
-    _refuse_other_drafts(either)
-    layers = _positive("num_hidden_layers", _need(raw, "num_hidden_layers"), MOST_LAYERS)
-    heads = _positive("num_attention_heads", _need(raw, "num_attention_heads"))
-    hidden = _positive("hidden_size", _need(raw, "hidden_size"))
-    types = _layer_types(raw, layers)
-    causal = either("is_causal", either("causal", ()))
-    return DFlashConfig(
-        hidden_size=hidden,
-        intermediate_size=_need(raw, "intermediate_size"),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=_given(raw, "num_key_value_heads", heads),
-        head_dim=_given(raw, "head_dim", hidden // heads),
-        vocab_size=_need(raw, "vocab_size"),
-        rms_norm_eps=_need(raw, "rms_norm_eps"),
-        max_position_embeddings=_need(raw, "max_position_embeddings"),
-        rope_parameters=_rope(raw),
-        target_layer_ids=tuple(_list("target_layer_ids", either("target_layer_ids"))),
-        mask_token_id=either("mask_token_id"),
-        block_size=either("block_size"),
-        num_target_layers=either("num_target_layers", None),
-        layer_types=types,
-        sliding_window=raw.get("sliding_window") if SLIDING in types else None,
-        causal=(causal,) * layers if isinstance(causal, bool) else tuple(_list("is_causal", causal)),
-        attention_bias=_given(raw, "attention_bias", False),
-        input_embedding_scale=either("input_embedding_scale", 1.0),
-        output_multiplier=either("output_multiplier", 1.0),
-        final_logit_softcapping=either("final_logit_softcapping", None),
-        dtype=_given(raw, "dtype", raw.get("torch_dtype")),
-    )
-
-
-def _refuse_other_drafts(field: Callable[[str, Any], Any]) -> None:
-    """Refuse what would be computed wrongly here."""
-    for name, values in _SUPPORTED.items():
-        if (value := field(name, values[-1])) not in values:
-            raise ConfigError(f"{name} = {value!r} is not supported; DFlash drafts have {values[0]!r}")
-    for name, other in _SAME.items():
-        if (value := field(name, None)) not in (None, field(other, None)):
-            raise ConfigError(f"{name} = {value!r} differs from {other} = {field(other, None)!r}: not supported")
-    for name in _FOREIGN:
-        if (value := field(name, None)) not in (None, False, 0):
-            raise ConfigError(f"{name} = {value!r} belongs to another kind of draft, which is not supported")
-
-
-def _layer_types(raw: Mapping[str, Any], layers: int) -> tuple[Any, ...]:
-    types = tuple(_list("layer_types", raw.get("layer_types") or [FULL] * layers))
-    if raw.get("use_sliding_window") and raw.get("layer_types") is None:
-        raise ConfigError("use_sliding_window is on, but layer_types is missing: which layers slide cannot be guessed")
-    if raw.get("use_sliding_window") is False and SLIDING in types:
-        raise ConfigError("layer_types has sliding layers, but use_sliding_window is off")
-    return types
-
-
-def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested wins, flat is the fallback, neither is an error: a wrong base is silent and ruins long prompts."""
-    given = {
-        "rope_type": "default",
-        "rope_theta": raw.get("rope_theta"),
-        **_rope_fields(raw, "rope_scaling"),
-        **_rope_fields(raw, "rope_parameters"),
-    }
-    if given["rope_theta"] is None:
-        raise ConfigError("rope_theta is missing from the draft's config (looked for it flat and in rope_parameters)")
-    if given["rope_type"] == "default":  # no scaling, whatever else is there
-        scaling = {name for needed, optional in ROPE_FIELDS.values() for name in (*needed, *optional)}
-        return {name: value for name, value in given.items() if name not in scaling}
-    return given
-
-
-def _rope_fields(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What one of the two objects says; ``type`` is the older name of ``rope_type``."""
-    fields = {key: value for key, value in _object(name, raw.get(name)).items() if value is not None}
-    if "type" in fields:
-        fields.setdefault("rope_type", fields.pop("type"))
-    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"a partial_rotary_factor in {name} is not supported; DFlash drafts rotate whole heads")
-    for image in ("mrope_section", "mrope_interleaved"):  # in text all axes have the same position
-        fields.pop(image, None)
-    return fields
-
-
-# --- the speculators format -------------------------------------------------------------------------
-
-
-def _parse_speculators(raw: Mapping[str, Any]) -> DFlashConfig:
-    kind = raw["speculators_model_type"]
-    if kind != "dflash":
-        raise ConfigError(f"speculators_model_type must be 'dflash', not {kind!r}")
-    ids = _list("aux_hidden_state_layer_ids", _need(raw, "aux_hidden_state_layer_ids"))
-    for i in ids:
-        _positive("an id in aux_hidden_state_layer_ids", i)
-    layer = _object("transformer_layer_config", _need(raw, "transformer_layer_config"))
-    above = {name: raw[name] for name in _ABOVE_LAYER if raw.get(name) is not None}
-    draft = {
-        "target_layer_ids": [i - 1 for i in ids],  # they name a tap by the layer it enters
-        "mask_token_id": raw.get("mask_token_id"),
-        "block_size": raw.get("block_size"),
-    }
-    # Older files lack the field: then no layer is causal inside the block. Full layers never are.
-    if _given(raw, "sliding_window_non_causal", True):
-        draft["is_causal"] = False
-    return _build({**layer, **above}, draft)
-
-
-_ABOVE_LAYER = (
-    "draft_vocab_size",
-    "dtype",
-    "layer_types",
-    "quantization_config",
-    "sample_from_anchor",
-    "sliding_window",
-    "target_hidden_size",
-    "torch_dtype",
-    "use_sliding_window",
-)
-"""Layer fields that the speculators format also has at the top, where they win."""
-
-
 # --- checks -----------------------------------------------------------------------------------------
-
-
-def _need(raw: Mapping[str, Any], name: str) -> Any:
-    value = raw.get(name)
-    if value is None:
-        raise ConfigError(f"{name} is missing from the draft's config")
-    return value
-
-
-def _given(raw: Mapping[str, Any], name: str, default: Any) -> Any:
-    value = raw.get(name)
-    return default if value is None else value
-
-
-def _list(name: str, value: Any) -> Sequence[Any]:
-    if not isinstance(value, (list, tuple)):
-        raise ConfigError(f"{name} must be a list, not {value!r}")
-    return value
-
-
-def _object(name: str, value: Any) -> Mapping[str, Any]:
-    if value is not None and not isinstance(value, Mapping):
-        raise ConfigError(f"{name} must be an object, not {value!r}")
-    return value or {}
 
 
 def _check_rope(rope: Mapping[str, Any]) -> None:
@@ -520,7 +333,7 @@ def _check_rope(rope: Mapping[str, Any]) -> None:
         raise ConfigError("high_freq_factor must be above low_freq_factor")
 
 
-def _positive(name: str, value: Any, most: int = 2**31 - 1) -> int:
+def positive(name: str, value: Any, most: int = 2**31 - 1) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise ConfigError(f"{name} must be a whole number from 1 to {most}, not {value!r}")
     return value

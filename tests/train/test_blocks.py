@@ -18,13 +18,14 @@ from dflash.decode import Request, decode
 from dflash.limits import Output
 from dflash.protocols import Features as Tapped
 from dflash.sampling import SamplingParams
-from dflash.train.blocks import Batch, block_states
+from dflash.train.blocks import Batch, block_states, visible
 from dflash.train.evaluate import measure
 from dflash.train.features import Features, compute
 from dflash.train.loss import LossMix, dpace_weights, exponential_weights, slot_losses
 
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}
-KINDS = {"full": {}, "sliding": SLIDING, "causal": {"causal": (True, True)}}
+NARROW = {**SLIDING, "sliding_window": 2, "causal": (False, False)}  # smaller than the block
+KINDS = {"full": {}, "sliding": SLIDING, "narrow": NARROW, "causal": {"causal": (True, True)}}
 
 
 def batch_of(anchors: list[list[int]], length: int = 20, block: int = 4) -> Batch:
@@ -55,6 +56,19 @@ def test_a_block_sees_the_context_before_its_anchor_and_nothing_else(kind: dict[
         assert seen[near:anchor].all()
         read = set((rows.abs().sum(-1) > 0).nonzero().flatten().tolist())
         assert read == {int(batch.tokens[0, anchor]), draft.config.mask_token_id}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [1, 2, 3, 6, None])
+def test_what_each_slot_sees_is_what_counting_positions_gives(window: int | None, causal: bool) -> None:
+    anchors, length, block = [2, 4, 12], 14, 4
+    have = visible(torch.tensor([anchors]), torch.arange(length)[None], block, window, causal)[0]
+    for q in range(len(anchors) * block):
+        own, query = q // block, anchors[q // block] + q % block
+        keys = [(k, k < anchors[own]) for k in range(length)]
+        keys += [(anchors[k // block] + k % block, k // block == own) for k in range(len(anchors) * block)]
+        near = [abs(query - key) < (window or 99) and (key <= query or not causal) for key, _ in keys]
+        assert have[q].tolist() == [there and seen for (_, there), seen in zip(keys, near, strict=True)]
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

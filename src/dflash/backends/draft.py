@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from dflash.draft_config import DFlashConfig
+
+_EVERYWHERE = 2**30
+"""More positions than any text has."""
+
+
+def in_sight(query: Any, key: Any, window: int | None, causal: bool) -> Any:
+    """Whether a layer lets queries look at keys, by their positions: arrays of any framework that broadcast.
+
+    A window reaches as far ahead as back, where the layer is not causal: inside the block, its positions after.
+
+    Args:
+        window: positions it reaches, the query's own included; None for all.
+
+    Returns:
+        Bool, of the broadcast shape.
+    """
+    reach = _EVERYWHERE if window is None else window
+    ahead = key - query
+    return (ahead > -reach) & (ahead < (1 if causal else reach))
 
 
 class PublishedDraft:

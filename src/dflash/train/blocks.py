@@ -14,6 +14,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from dflash.backends.draft import in_sight
 from dflash.backends.torch.draft import DFlashDraftModel, DraftLayer, Rotary
 
 
@@ -108,16 +109,11 @@ def block_states(
 
 def visible(anchors: Tensor, before: Tensor, block_size: int, window: int | None, causal: bool) -> Tensor:
     """Bool [sequences, blocks * block_size, length + blocks * block_size]: what each slot of each block sees."""
-    slot = torch.arange(block_size, device=anchors.device)
-    position = (anchors[:, :, None] + slot).flatten(1)
+    position = (anchors[:, :, None] + torch.arange(block_size, device=anchors.device)).flatten(1)
     start = anchors.repeat_interleave(block_size, dim=1)
     context = before[:, None] < start[:, :, None]
     block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
     own = (block[:, None] == block[None]).expand(len(anchors), -1, -1)
-    if causal:
-        place = slot.repeat(anchors.shape[1])
-        own = own & (place[None] <= place[:, None])
-    if window is not None:
-        context = context & (position[:, :, None] - before[:, None] < window)
-        own = own & (position[:, :, None] - position[:, None] < window)
-    return torch.cat([context, own], dim=-1)
+    query = position[:, :, None]
+    sight = [in_sight(query, key[:, None], window, causal) for key in (before, position)]
+    return torch.cat([context & sight[0], own & sight[1]], dim=-1)

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from dflash.backends.draft import PublishedDraft
+from dflash.backends.draft import PublishedDraft, in_sight
 from dflash.backends.mlx.architectures import Anatomy
 from dflash.backends.mlx.cache import AttentionCache, Rows
 from dflash.backends.mlx.rotary import Rotary
@@ -214,11 +214,7 @@ class DFlashDrafting:
         key = kv.slot_positions(width)[:, None]
         query = self.rows.positions(width)[:, :, None]
         start = self.rows.starts()[:, :, None]
-        seen = (key >= 0) & (key < start + width) & (query >= 0)
-        if causal:
-            seen = seen & (key <= query)
-        if window is not None:
-            seen = seen & (query - key < window)
+        seen = (key >= 0) & (key < start + width) & in_sight(query, key, window, causal)
         if bound is not None:
             seen = seen & (key >= start - bound)
         return seen[:, None]

@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from dflash.backends.draft import PublishedDraft
+from dflash.backends.draft import PublishedDraft, in_sight
 from dflash.backends.torch.attention import grouped
 from dflash.backends.torch.cache import AttentionLayer, Rows
 from dflash.backends.torch.head import arranged
@@ -213,11 +213,7 @@ class DFlashDrafting:
         key = kv.slot_positions(width)[:, None]
         query = self.rows.positions(width)[:, :, None]
         start = self.rows.starts()[:, :, None]
-        seen = (key >= 0) & (key < start + width)
-        if causal:
-            seen = seen & (key <= query)
-        if window is not None:
-            seen = seen & (query - key < window)
+        seen = (key >= 0) & (key < start + width) & in_sight(query, key, window, causal)
         if self.draft.sliding_window_size is not None:
             seen = seen & (key >= start - self.draft.sliding_window_size)
         return seen.expand(len(start), width, -1)
