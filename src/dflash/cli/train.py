@@ -95,6 +95,7 @@ def train(
     """Train a draft for a target on the target's own answers. Interrupted, go on with --resume."""
     from dflash.backends.torch.target import TorchTarget
     from dflash.train.loop import Progress
+    from dflash.train.processes import is_first, own_device
     from dflash.train.recipe import Recipe
     from dflash.train.run import Job, Shape
     from dflash.train.run import train as run
@@ -112,9 +113,14 @@ def train(
         measure_every=measure_every, save_every=save_every, licence=licence, command=command,
     )  # fmt: skip
     target = load_pair(
-        Wanted(model, None, "none", None, "torch", dtype, device, revision, trust_remote_code=trust_remote_code)
+        Wanted(
+            model, None, "none", None, "torch", dtype, own_device(device), revision, trust_remote_code=trust_remote_code
+        )
     ).target
     assert isinstance(target, TorchTarget)
+    if not is_first():  # what is told once is not told by every process
+        run(target, job)
+        return
     with meter("hidden states") as caching, meter("steps") as show:
 
         def report(progress: Progress) -> None:

@@ -27,7 +27,7 @@ class Batch:
         taps: [sequences, length, taps * hidden] tapped hidden states.
         anchors: [sequences, blocks] positions; each with its whole block inside the sequence, or padding.
         weights: [sequences, blocks, slots] of the slots 1.. of each block; 0 for what is not there.
-        final: [sequences, length, hidden], the target's last normed hidden states; None where no loss reads them.
+        final: [sequences, length, hidden], the target's last hidden states; None where no loss reads them.
         others: [n] token ids outside a reduced vocabulary that stand for all of those; None for none.
     """
 

@@ -6,6 +6,7 @@ safetensors shards, as long as they fit the limit; sequences beyond it are compu
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -15,11 +16,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from dflash.backends.torch.target import TorchSession, TorchTarget
+from dflash.errors import RequestError
 from dflash.train.data import Sequence
 from dflash.train.files import write_tensors
+from dflash.train.processes import ALONE, Processes
 
 SHARD = 64
 """Sequences a file."""
@@ -40,7 +43,7 @@ def padded(length: int) -> int:
 
 
 class Features:
-    """Taps, and where a loss reads the target's distribution its last normed hidden states, of sequences.
+    """Taps, and where a loss reads the target's distribution its last hidden states, of sequences.
 
     Args:
         final: whether the last hidden states are wanted too.
@@ -59,23 +62,39 @@ class Features:
         self._shards: dict[str, Path] = {}
 
     def prepare(
-        self, sequences: SequenceOf[Sequence], report: Callable[[int, int], None] = lambda done, of: None
+        self,
+        sequences: SequenceOf[Sequence],
+        report: Callable[[int, int], None] = lambda done, of: None,
+        processes: Processes = ALONE,
     ) -> None:
-        """Fill the cache, shard by shard; shards of an earlier run are taken as they are."""
+        """Fill the cache, shard by shard; shards of an earlier run are taken as they are.
+
+        Of several processes each fills its share, and waits for the others.
+
+        Raises:
+            RequestError: the processes have different folders of that name.
+        """
         if self.folder is None:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         used = 0.0
+        shards: list[tuple[Path, SequenceOf[Sequence]]] = []
         for first in range(0, len(sequences), SHARD):
             part = sequences[first : first + SHARD]
             used += sum(len(s.ids) for s in part) * self._width() * 2
             if used > self.limit:
                 break
-            file = self.folder / f"{self._fingerprint(part)}.safetensors"
-            if not _holds(file, part):
+            shards.append((self.folder / f"{self._fingerprint(part)}.safetensors", part))
+        for number, (file, part) in enumerate(shards):
+            if number % processes.world == processes.rank and not _holds(file, part):
                 self._write(file, part)
             self._shards |= {s.id: file for s in part}
-            report(min(first + SHARD, len(sequences)), len(sequences))
+            report(min((number + 1) * SHARD, len(sequences)), len(sequences))
+        processes.wait()
+        if processes.world > 1 and not all(_holds(file, part) for file, part in shards):
+            raise RequestError(
+                f"--cache {self.folder} must be one folder to all processes: what others wrote is not there"
+            )
 
     def of(self, sequence: Sequence) -> tuple[Tensor, Tensor | None]:
         """Taps [length, taps * hidden] and last states [length, hidden] or None, bfloat16 (or float32 uncached)."""
@@ -91,7 +110,8 @@ class Features:
 
     def _fingerprint(self, part: SequenceOf[Sequence]) -> str:
         """Of everything the numbers depend on: a cache for other text, taps or another target is not used."""
-        key = [self.identity, list(self.taps), self.final, [[s.id, s.ids] for s in part]]
+        last = "last hidden states" if self.final else False  # once what the head was given was kept, named True
+        key = [self.identity, list(self.taps), last, [[s.id, s.ids] for s in part]]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 
     @functools.cached_property
@@ -133,29 +153,18 @@ def _holds(file: Path, part: SequenceOf[Sequence]) -> bool:
 def compute(
     target: TorchTarget, taps: tuple[int, ...], final: bool, ids: SequenceOf[int]
 ) -> tuple[Tensor, Tensor | None]:
-    """One sequence through the target: what it taps, and what its head is given."""
+    """One sequence through the target: what it taps, and its last hidden states."""
     session = target.start(1, taps, 1, CHUNK)
     assert isinstance(session, TorchSession)
     chunks: list[Tensor] = []
-    heads: list[Tensor] = []
-    hook = None
-    if final:
-
-        def given(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            heads.append(args[0][0])
-
-        hook = target.anatomy.head.register_forward_pre_hook(given)
-    try:
+    with contextlib.ExitStack() as stack:
+        last = stack.enter_context(target.scoring.watched()) if final else []
         for first in range(0, len(ids), CHUNK):
             part = list(ids[first : first + CHUNK])
             count = len(part)
             # Padding comes last, where no position before it sees it, and never past the context.
             part += [0] * (min(padded(count), (target.context_length or first + CHUNK) - first) - count)
-            # The head is given what is scored: all of it where its inputs are wanted, else one position.
-            _, features = session.read([part], [count], 0 if final else torch.tensor([[0]]))
+            _, features = session.read([part], [count], torch.tensor([[0]]))  # no scores are wanted: one position's
             assert features.values is not None
             chunks.append(features.values[0])
-    finally:
-        if hook is not None:
-            hook.remove()
-    return torch.cat(chunks)[: len(ids)], torch.cat(heads)[: len(ids)] if final else None
+    return torch.cat(chunks)[: len(ids)], torch.cat(last, dim=1)[0, : len(ids)] if final else None

@@ -1,11 +1,10 @@
-"""The training loop: one process, or several that share each step's sequences (torchrun, accelerate launch)."""
+"""The training loop: one process, or several that share each step's sequences."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -13,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dflash.backends.torch.draft import DFlashDraftModel
+from dflash.backends.torch.head import rows_of
 from dflash.backends.torch.target import TorchTarget
 from dflash.draft_config import DFlashConfig
 from dflash.errors import DFlashError, RequestError
@@ -27,9 +26,11 @@ from dflash.train.evaluate import Acceptance, measure
 from dflash.train.features import Features, padded
 from dflash.train.files import write
 from dflash.train.loss import LossMix, dpace_weights, exponential_weights, slot_losses
+from dflash.train.processes import Processes
 from dflash.train.recipe import Recipe
 from dflash.train.scalars import scalars
 from dflash.train.schedule import rate
+from dflash.train.teacher import check_teacher
 
 PATIENCE = 10
 """Steps in a row whose loss or gradient is not finite before the run is ended."""
@@ -85,21 +86,15 @@ class Learner(nn.Module):
         states = block_states(self.draft, embedding, batch, self.block_size, self._run_layer)
         there = (batch.weights > 0).float()
         labels = self.index[batch.labels(self.block_size)]
-        teacher = None
+        teacher, head = None, self._head(batch.others)
         if self.mix.needs_teacher:
             with torch.no_grad():
-                teacher = self._scores(batch.teachers(self.block_size), batch.others)
-        scores = self._draft_scores(states, batch.others)
+                teacher = self._target[0].logits(batch.teachers(self.block_size), head)
+        scores = self.draft.logits(states, head)
         loss, probability, right = self._slot_losses(scores, labels, teacher, self.mix, self._shift(batch.others))
         weights = dpace_weights(probability * there) if self.recipe.weights == "dpace" else self.slot_weights
         accepted = 1 + (right * there).cumprod(-1).sum(-1)
         return (loss * weights * there).sum(), (accepted * there[..., 0]).sum()
-
-    def _draft_scores(self, states: Tensor, others: Tensor | None) -> Tensor:
-        """The draft's scores [..., vocabulary] of its last states."""
-        draft, cap = self.draft, self.draft.config.final_logit_softcapping
-        scores = self._scores(draft.norm(states) * draft.config.output_multiplier, others)
-        return scores if cap is None else torch.tanh(scores / cap) * cap
 
     def _shift(self, others: Tensor | None) -> Tensor | None:
         """Each of the others stands for as many as it was drawn from: sampled softmax (Jean et al. 2015)."""
@@ -109,45 +104,12 @@ class Learner(nn.Module):
         shift[len(self.rows) :] = math.log((self._target[0].vocab_size - len(self.rows)) / len(others))
         return shift
 
-    def _scores(self, states: Tensor, others: Tensor | None) -> Tensor:
-        """The target's head on normed states, for the rows of the vocabulary and the others."""
+    def _head(self, others: Tensor | None) -> nn.Module:
+        """The target's head, for the rows of the vocabulary and the others."""
         head = self._target[0].anatomy.head
         if self.rows is None:
-            scores: Tensor = head(states.to(next(head.parameters()).dtype))
-            return scores
-        assert isinstance(head, nn.Linear), "a reduced vocabulary needs a linear head"
-        rows = self.rows if others is None else torch.cat([self.rows, others])
-        bias = None if head.bias is None else head.bias[rows].to(states.dtype)
-        return nn.functional.linear(states, head.weight[rows].to(states.dtype), bias)
-
-
-@dataclass(frozen=True)
-class Processes:
-    """This process among those of the run."""
-
-    rank: int = 0
-    world: int = 1
-
-    @classmethod
-    def join(cls, device: torch.device) -> Processes:
-        """From the environment that torchrun and accelerate launch set."""
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        if world > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        return cls(int(os.environ.get("RANK", "0")), world)
-
-    def total(self, value: float) -> float:
-        """The sum over all processes."""
-        if self.world == 1:
-            return value
-        tensor = torch.tensor([value], dtype=torch.float64)
-        dist.all_reduce(tensor)
-        return float(tensor)
-
-    @property
-    def first(self) -> bool:
-        """Whether this one writes files."""
-        return self.rank == 0
+            return head
+        return rows_of(head, self.rows if others is None else torch.cat([self.rows, others]))
 
 
 class Trainer:
@@ -165,12 +127,23 @@ class Trainer:
     ) -> None:
         """
         Raises:
-            RequestError: ``output`` already holds a run and ``resume`` is not set, or holds another one.
+            RequestError: ``output`` already holds a run and ``resume`` is not set, or holds another one; or a step has
+                fewer sequences than there are processes.
+            UnsupportedTarget: a loss needs the target's scores, and they cannot be computed from its hidden states.
         """
         self.draft, self.target, self.corpus, self.features = draft, target, corpus, features
         self.recipe, self.output = recipe, output
         self.processes = Processes.join(target.device)
+        share = min(recipe.sequences, len(corpus.train))
+        if share < self.processes.world:  # one without a sequence would keep the others waiting for its gradients
+            raise RequestError(
+                f"a step of {share} answers cannot be shared by {self.processes.world} processes: start fewer, "
+                "or give more --data and --sequences"
+            )
         vocabulary = corpus.vocabulary() if recipe.vocabulary == "reduced" else None
+        if LossMix.parse(recipe.loss).needs_teacher:
+            answer = corpus.train[0]
+            check_teacher(target, answer.ids[answer.prompt :], vocabulary)
         draft.train().requires_grad_(True)
         target.model.requires_grad_(False)
         self.learner = Learner(draft, target, recipe, vocabulary)
@@ -203,6 +176,12 @@ class Trainer:
             _check_same(self.output / RUN, json.loads(json.dumps(run)))
             restored = checkpoint.restore(last, self.draft, self.optimizers)
             self.step, self.spent = restored["step"], restored["spent"]
+        # Nothing is written before every process has looked.
+        if self.processes.total(self.step) != self.step * self.processes.world:
+            raise RequestError(
+                f"{self.output} must be one folder to all processes: they found different checkpoints there"
+            )
+        if self.step:
             self._cut_log()
         elif self.processes.first:
             self.output.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from dflash.train.loop import Progress, Trainer, check_output, config_of_run
 from dflash.train.loss import LossMix
 from dflash.train.output import Made, card, save_draft
 from dflash.train.plot import plot_run
+from dflash.train.processes import Processes
 from dflash.train.recipe import Recipe
 from dflash.train.regenerate import settings_of
 from dflash.train.start import STARTS, check_mask_token, default_mask_token, default_taps, draft_config, initialise
@@ -88,9 +89,13 @@ def train(
 ) -> Acceptance | None:
     """Train a draft and write it to ``job.output``.
 
+    Several processes (torchrun) share the work, each with a target on a device of its own; the first one writes, and
+    returns what it measured.
+
     Raises:
         DFlashError: as ``Trainer``, ``read_corpus`` and ``DFlashConfig``.
     """
+    processes = Processes.join(target.device)
     check_output(job.output, job.resume)
     settings = settings_of(job.data[0])
     corpus = read_corpus(job.data, job.held_out, job.max_length)
@@ -105,14 +110,15 @@ def train(
     features = Features(
         target, draft.config.target_layer_ids, LossMix.parse(job.recipe.loss).needs_teacher, job.cache, job.cache_limit
     )
-    features.prepare([*corpus.train, *corpus.held_out], caching)
     run = Trainer(draft, target, corpus, features, job.recipe, job.output, job.resume)
+    features.prepare([*corpus.train, *corpus.held_out], caching, processes)
     last = run.run(log_every=job.log_every, measure_every=job.measure_every, save_every=job.save_every, report=report)
     measured = last.measured
-    if run.processes.first:
+    if processes.first:
         if measured is None and corpus.held_out:  # there was no step left to take
             measured = run.measure()
         finish(target, job, corpus, draft, measured, run.spent, settings)
+    processes.leave()
     return measured
 
 

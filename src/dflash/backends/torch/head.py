@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dflash.errors import RequestError
+
 HINT = 8
 """Rows the layout is chosen for. It serves any number, and is no slower than torch's own for one row or hundreds."""
 
@@ -99,3 +101,20 @@ def pack_head(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     if type(head) is nn.Linear and _can_be_packed(head.weight):
         model.set_output_embeddings(PackedHead(head))
+
+
+def rows_of(head: nn.Module, rows: Tensor) -> nn.Linear:
+    """The part of a linear head that scores only these token ids, [n].
+
+    Raises:
+        RequestError: the head is of another kind (quantized, for one).
+    """
+    if not isinstance(head, nn.Linear):
+        raise RequestError(
+            f"a reduced vocabulary needs a linear head, not {type(head).__name__}: use --vocabulary full"
+        )
+    part = nn.Linear(head.in_features, len(rows), bias=head.bias is not None, device="meta")
+    part.weight = nn.Parameter(head.weight[rows], requires_grad=False)
+    if head.bias is not None:
+        part.bias = nn.Parameter(head.bias[rows], requires_grad=False)
+    return part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, context_
 from dflash.backends.torch.attention import GROUPED
 from dflash.backends.torch.cache import RollbackCache, Rows, record
 from dflash.backends.torch.head import PackedHead, arranged
+from dflash.backends.torch.scoring import Scoring
 from dflash.backends.torch.verify import TorchVerifier
 from dflash.errors import RequestError, UnsupportedTarget
 from dflash.memory import process_peak
@@ -115,6 +117,31 @@ class TorchTarget:
             )
         scores: Tensor = result.logits
         return scores
+
+    def logits(self, hidden: Tensor, head: nn.Module | None = None) -> Tensor:
+        """The model's own scores of its last hidden states, cast to the dtype of its head.
+
+        Args:
+            hidden: [..., hidden], as ``scoring.watched`` sees them.
+            head: in the place of its own: ``rows_of`` it, to score n tokens only.
+
+        Returns:
+            Scores [..., vocab or n].
+
+        Raises:
+            UnsupportedTarget: its head is a part of its decoder.
+        """
+        head = self.anatomy.head if head is None else head
+        return self.scoring(hidden.to(next(head.parameters()).dtype), head)
+
+    @functools.cached_property
+    def scoring(self) -> Scoring:
+        """The way from its last hidden states to its scores.
+
+        Raises:
+            UnsupportedTarget: its head is a part of its decoder.
+        """
+        return Scoring(self.model, self.anatomy.head)
 
     def _masks(self, cache: RollbackCache, width: int) -> Any:
         """What each query sees, in the form the model takes: 4-D, and by attention kind where it mixes them."""

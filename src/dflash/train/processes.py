@@ -1,0 +1,113 @@
+"""One process of a run, or several that share each step's sequences (started by torchrun)."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from dflash.errors import RequestError
+
+PATIENCE = datetime.timedelta(hours=12)
+"""How long a process waits for the others. Of one that ended, torchrun ends the rest; what is waited for otherwise is
+work: the first measures and writes, and hidden states take some longer than others."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of the run.
+
+    Attributes:
+        rank: of this one, from 0.
+        world: how many there are.
+        device: where the numbers lie that they exchange.
+        began: whether this object opened the group.
+    """
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    began: bool = False
+
+    @classmethod
+    def join(cls, device: torch.device) -> Processes:
+        """From the environment that torchrun sets.
+
+        Args:
+            device: of this process's target.
+
+        Raises:
+            RequestError: several processes on a device that they cannot exchange gradients from.
+        """
+        rank, world, _ = _environment()
+        if world == 1:
+            return cls()
+        if device.type not in ("cuda", "cpu"):
+            raise RequestError(f"several processes train on CUDA or on the CPU, not on {device.type}: start one alone")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # NCCL works on the current one
+        began = not dist.is_initialized()
+        if began:
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+        return cls(rank, world, device if "nccl" in dist.get_backend() else torch.device("cpu"), began)
+
+    def total(self, value: float) -> float:
+        """The sum over all processes, each of which must ask for it."""
+        if self.world == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        return float(tensor)
+
+    def wait(self) -> None:
+        """Until every process is here."""
+        self.total(0.0)
+
+    def leave(self) -> None:
+        """Close the group, if this object opened it, when every process is done."""
+        self.wait()
+        if self.began:
+            dist.destroy_process_group()
+
+    @property
+    def first(self) -> bool:
+        """Whether this one writes files and talks."""
+        return self.rank == 0
+
+
+ALONE = Processes()
+"""The one process of most runs."""
+
+
+def is_first() -> bool:
+    """Whether this process is the first of its run, as far as the environment tells, before it has joined."""
+    return _environment()[0] == 0
+
+
+def own_device(device: str | None) -> str | None:
+    """The device that this process loads its target on: of several, each has a GPU of its own.
+
+    Args:
+        device: as asked for. "cuda", or None where there is CUDA, becomes this process's; another is taken as it is.
+
+    Raises:
+        RequestError: there are fewer GPUs than processes.
+    """
+    _, world, local = _environment()
+    if world == 1 or not (device == "cuda" or (device is None and torch.cuda.is_available())):
+        return device
+    if local >= torch.cuda.device_count():
+        raise RequestError(
+            f"process {local} of this machine has no GPU of its own, of {torch.cuda.device_count()}: start as many "
+            "processes as there are GPUs, or give --device cpu"
+        )
+    return f"cuda:{local}"
+
+
+def _environment() -> tuple[int, int, int]:
+    """Rank, number of processes, and rank on this machine."""
+    rank = int(os.environ.get("RANK", "0"))
+    return rank, int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", rank))

@@ -1,0 +1,57 @@
+"""Whether the distribution that kl and l1 teach is the target's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dflash.backends.torch.head import rows_of
+from dflash.backends.torch.target import TorchTarget
+from dflash.errors import UnsupportedTarget
+
+TOKENS = 64
+"""Read to compare."""
+
+
+@torch.no_grad()
+def check_teacher(target: TorchTarget, ids: Sequence[int], rows: Tensor | None) -> None:
+    """Compare the scores that are computed from last hidden states with the model's own, on one forward.
+
+    Args:
+        ids: tokens of an answer; the first 64 are read.
+        rows: the tokens of a reduced vocabulary; None for all.
+
+    Raises:
+        UnsupportedTarget: they differ by more than rounding, or cannot be computed.
+        RequestError: a reduced vocabulary of a head that is not linear.
+    """
+    tokens = torch.tensor([list(ids[:TOKENS])], device=target.device)
+    with target.scoring.watched() as last:
+        own = target.model(tokens).logits
+    share = 1e-3 if target.model.dtype == torch.float32 else 2e-2
+    part = None if rows is None else rows_of(target.anatomy.head, rows)
+    try:
+        same = _same(target.logits(last[0]), own, share)
+        same_rows = rows is None or _same(target.logits(last[0], part), own[..., rows], share)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedTarget(
+            f"{target.name}: its scores cannot be computed from its last hidden states "
+            f"({' '.join(str(error).split()) or type(error).__name__}): {_advice(rows)}"
+        ) from error
+    if not same or not same_rows:
+        raise UnsupportedTarget(
+            f"{target.name}: scores computed from its last hidden states are not its own, so another distribution "
+            f"would be taught: {_advice(None if not same else rows)}"
+        )
+
+
+def _same(have: Tensor, want: Tensor, share: float) -> bool:
+    """Up to rounding by this share of a score, or of their usual size."""
+    have, want = have.float(), want.float()
+    return torch.allclose(have, want, rtol=share, atol=share * float(want.abs().median()))
+
+
+def _advice(rows: Tensor | None) -> str:
+    return "train with --loss ce" if rows is None else "train with --vocabulary full, or with --loss ce"
