@@ -67,7 +67,8 @@ def test_all_systems_of_mlx_are_measured_and_the_record_says_mlx(folders: tuple[
 
 
 def test_other_commands_name_mlx_and_its_device_too(folders: tuple[Path, Path]) -> None:
-    done = run("generate", "--model", folders[0], "--prompt", "x", "--max-new-tokens", "2", "--drafter", "none", "--json")
+    asked = ["--prompt", "x", "--max-new-tokens", "2", "--json"]
+    done = run("generate", "--model", folders[0], "--drafter", "none", *asked)
     assert done.returncode == 0, done.stderr
     assert '"backend": "mlx", "dtype": "float32", "device": "cpu"' in done.stdout
 

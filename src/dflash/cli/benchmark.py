@@ -153,7 +153,8 @@ def benchmark(
         Literal["torch", "mlx", "openai"] | None,
         typer.Option(
             metavar="NAME",
-            help="torch or mlx, by default mlx on Apple silicon, where it is installed, else torch; or openai for servers.",
+            help="torch or mlx, by default mlx on Apple silicon, where it is installed, else torch; "
+            "or openai for servers.",
             rich_help_panel=_MODELS,
             show_default=False,
         ),
@@ -219,10 +220,10 @@ def benchmark(
             raise RequestError("options of a draft do not go with --backend openai: a server has its own")
         bench = _of_servers(base_url or [], model, asking, at_once, timeout, draft, wanted)
     else:
+        own = share.device(device, backend or default_backend())
         pair = Wanted(
-            model or DEFAULT_MODEL, draft, "dflash" if draft else "none", block_size, backend, dtype,
-            share.device(device, backend or default_backend()), revision, draft_revision, trust_remote_code, draft_sliding_window_size,
-            draft_bits, draft_min_confidence,
+            model or DEFAULT_MODEL, draft, "dflash" if draft else "none", block_size, backend, dtype, own, revision,
+            draft_revision, trust_remote_code, draft_sliding_window_size, draft_bits, draft_min_confidence,
         )  # fmt: skip
         bench = _of_pair(pair, assistant, asking, at_once, split, wanted)
     _measure(bench, settings, asked, asking, repeats, seed, output, share)
