@@ -337,12 +337,12 @@ def test_weights_are_wired_where_the_machine_says_how_much(folder: Path, monkeyp
     assert asked == [True]
 
 
-def test_the_default_backend_is_mlx_on_apple_silicon_only(monkeypatch: Any) -> None:
+def test_thedefault_backend_is_mlx_on_apple_silicon_only(monkeypatch: Any) -> None:
     machines = (("darwin", "arm64", "mlx"), ("darwin", "x86_64", "torch"), ("linux", "arm64", "torch"))
     for system, machine, want in machines:
         monkeypatch.setattr(sys, "platform", system)
         monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
-        assert dflash._default_backend() == want
+        assert dflash.default_backend() == want
 
 
 def test_a_nested_rotary_base_reaches_mlx_lm() -> None:

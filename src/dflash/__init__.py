@@ -111,7 +111,7 @@ def load_draft(
     return draft
 
 
-def _default_backend() -> str:
+def default_backend() -> str:
     """mlx where it is at home and installed, else torch."""
     apple = sys.platform == "darwin" and platform.machine() == "arm64"
     installed = all(importlib.util.find_spec(package) is not None for package in ("mlx", "mlx_lm"))
@@ -119,7 +119,7 @@ def _default_backend() -> str:
 
 
 def _backend(name: str | None) -> Any:
-    name = _default_backend() if name is None else name
+    name = default_backend() if name is None else name
     if name not in BACKENDS:
         raise RequestError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
     try:

@@ -1,7 +1,8 @@
 """A small real OpenAI-compatible server: a tiny model decoded by our own loop, streamed as server-sent events.
 
 What the question says makes it misbehave: ``slow``, ``drip`` (never ends), ``fail``, ``cut``, ``junk``, ``no usage``.
-``State.events`` are sent instead of an answer, ``State.page`` at ``/metrics`` (``drip``: no page ever ends).
+``State.events`` or ``State.portions`` are sent instead of an answer, ``State.page`` at ``/metrics`` (``drip``: no page
+ever ends).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class State:
     Attributes:
         flying, most: requests being served, and the most at a time.
         asked: bodies, in order.
-        events: of the stream, as they are sent, whatever is asked.
+        events: of the stream, as they are sent, whatever is asked; or its ``portions``, byte for byte.
         page: what ``/metrics`` has.
     """
 
@@ -39,6 +40,7 @@ class State:
         self.positions = [0] * 8
         self.patience = threading.Event()
         self.events: list[str] | None = None
+        self.portions: list[bytes] | None = None
         self.page: str | None = None
 
     def metrics(self) -> str:
@@ -102,7 +104,10 @@ class Handler(BaseHTTPRequestHandler):
         if "drip" in question:
             while not self.state.patience.wait(0.05):
                 self._chunk(b".")  # never a whole line
-        if self.state.events is not None:
+        if self.state.portions is not None:
+            for portion in self.state.portions:
+                self._chunk(portion)
+        elif self.state.events is not None:
             for event in self.state.events:
                 self._chunk(f"data: {event}\n\n".encode())
         elif "junk" in question:

@@ -167,7 +167,9 @@ def test_a_process_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert share == Share(3, 4, 3)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert (share.device(None), share.device("cpu"), Share().device(None)) == ("cuda:1", "cpu", None)
+    own = [share.device(None, "torch"), share.device("cpu", "torch"), Share().device(None, "torch")]
+    assert own == ["cuda:1", "cpu", None]
+    assert share.device(None, "mlx") is None, "that is PyTorch's name for a GPU"
 
 
 # --- prompts ----------------------------------------------------------------------------------------

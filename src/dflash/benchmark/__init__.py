@@ -6,6 +6,7 @@ memory.py      peak memory of a stretch of work
 systems.py     what a system is; our loop with any drafter
 peers.py       transformers' own generate, mlx-lm's stream_generate
 http.py        OpenAI-compatible servers; counters.py what they publish of acceptance
+reading.py     their event streams and pages, within bounds
 datasets.py    names and files -> prompts
 run.py         systems interleaved prompt by prompt, every answer on disk at once
 parallel.py    several processes share the prompts

@@ -29,8 +29,8 @@ def from_metrics(text: str) -> Counted | None:
     sums: dict[str, float] = {}
     positions: dict[int, float] = {}
     lengths: list[float] = []
-    for line in text.splitlines():
-        found = _SAMPLE.match(line)
+    for line in text.split("\n"):  # splitlines would split inside a label that has another kind of line end
+        found = _SAMPLE.match(line.strip())
         if found is None:
             continue
         name, value = found[1].removesuffix("_total"), _finite(found[3])

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dflash.benchmark import counters
+from dflash.benchmark import counters, reading
 from dflash.benchmark.answers import Answer, Counted, digest, failed
 from dflash.benchmark.clock import Clock, wall
 from dflash.benchmark.systems import WARM_UP_TOKENS, Asking, Messages, Talk, final_text
@@ -270,16 +270,15 @@ class Server:
         stream = _Stream()
         async with client.stream("POST", f"{self._base}/chat/completions", json=body) as response:
             if response.status_code != 200:
-                text = " ".join((await response.aread()).decode(errors="replace").split())
+                text = " ".join((await reading.beginning(response, 2000)).decode(errors="replace").split())
                 raise BadAnswer(f"HTTP {response.status_code}: {text[:200]}")
-            async for line in response.aiter_lines():
-                data = line.removeprefix("data:").strip()
-                if not line.startswith("data:") or data == "[DONE]":
+            async for data in reading.events(response):
+                if data.strip() == "[DONE]":
                     continue
                 try:
                     event = json.loads(data)
                 except (ValueError, RecursionError) as error:
-                    raise BadAnswer(f"a line of the stream is not JSON: {data[:80]!r}") from error
+                    raise BadAnswer(f"an event of the stream is not JSON: {data[:80]!r}") from error
                 stream.take(event, self._clock() - began)
         stream.end()
         return stream
@@ -312,8 +311,8 @@ class Server:
         """
         address = f"{self._base}/models"
         try:
-            response = asyncio.run(asyncio.wait_for(self._get(address), COUNTERS_TIMEOUT))
-            return joined(str(response.raise_for_status().json()["data"][0]["id"]))
+            text = asyncio.run(asyncio.wait_for(self._page_alone(address), COUNTERS_TIMEOUT))
+            return joined(str(json.loads(text)["data"][0]["id"]))
         except asyncio.TimeoutError as error:
             raise RequestError(f"{address} names no model in {COUNTERS_TIMEOUT:g} seconds: give --model") from error
         except (_httpx().HTTPError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
@@ -331,10 +330,7 @@ class Server:
         async with self._client() as client:
             for page in ("/metrics", "/server_info", "/get_server_info"):
                 try:
-                    response = await client.get(root + page)
-                    if response.status_code != 200:
-                        continue
-                    text = response.text
+                    text = await self._page(client, root + page)
                     counted = (
                         counters.from_metrics(text)
                         if page == "/metrics"
@@ -346,9 +342,14 @@ class Server:
                     return counted
         return None
 
-    async def _get(self, address: str) -> httpx.Response:
+    async def _page(self, client: httpx.AsyncClient, address: str) -> str:
+        async with client.stream("GET", address) as response:
+            response.raise_for_status()
+            return await reading.page(response)
+
+    async def _page_alone(self, address: str) -> str:
         async with self._client() as client:
-            return await client.get(address)
+            return await self._page(client, address)
 
 
 def in_background(items: AsyncIterator[Any]) -> Iterator[Any]:

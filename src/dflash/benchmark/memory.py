@@ -12,15 +12,16 @@ _RESET = Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Of the CUDA device; else of the process, everything loaded in it included.
+    """Of the GPU (CUDA, or the one of MLX); else of the process, everything loaded in it included.
 
-    On Linux and CUDA the peak is taken anew for every answer. Elsewhere it is the peak so far.
+    On these GPUs and on Linux the peak is taken anew for every answer. Elsewhere it is the peak so far.
     """
 
     def __init__(self, target: Target) -> None:
         self._target = target
         self._cuda = target.backend == "torch" and str(target.device).startswith("cuda")
-        self._linux = not self._cuda and _can_reset()
+        self._mlx_gpu = target.backend == "mlx" and target.device == "gpu"
+        self._linux = not self._cuda and not self._mlx_gpu and _can_reset()
 
     def reset(self) -> None:
         """Forget the peak so far."""
@@ -28,6 +29,10 @@ class PeakMemory:
             import torch
 
             torch.cuda.reset_peak_memory_stats(self._target.device)
+        elif self._mlx_gpu:
+            import mlx.core as mx
+
+            mx.reset_peak_memory()
         elif self._linux:
             _RESET.write_text("5")  # "reset the peak resident set size": proc(5)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import os
 from dataclasses import dataclass
 
 from dflash.benchmark.answers import Record
+from dflash.errors import RequestError
 
 PATIENCE = datetime.timedelta(days=7)
 """How long one process waits for the others. If one dies, torchrun ends the others."""
@@ -31,9 +33,21 @@ class Share:
                               (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))  # fmt: skip
         return cls(rank, world, local)
 
-    def device(self, wanted: str | None) -> str | None:
-        """The device to use: where there are several GPUs, each process takes its own."""
-        if wanted is None and self.world > 1:
+    def check(self) -> None:
+        """Whether the processes can hand their records to the first one.
+
+        Raises:
+            RequestError: they cannot: that takes PyTorch, whatever the backend.
+        """
+        if self.world > 1 and importlib.util.find_spec("torch") is None:
+            raise RequestError(
+                f"{self.world} processes cannot share the prompts without PyTorch, through which they hand over their "
+                "records: start one process, or install torch"
+            )
+
+    def device(self, wanted: str | None, backend: str) -> str | None:
+        """The device to use: where PyTorch has several GPUs, each process takes its own."""
+        if wanted is None and self.world > 1 and backend == "torch":
             import torch
 
             if torch.cuda.is_available():

@@ -157,7 +157,12 @@ def _parting(value: dict[str, Any]) -> Parting:
 
 
 def environment(device: str | None, dtype: str | None, backend: str) -> dict[str, Any]:
-    """What the numbers depend on beside the settings."""
+    """What the numbers depend on beside the settings. Of frameworks only the backend's own is imported.
+
+    Args:
+        device, dtype: of the target; None where servers are asked.
+        backend: "torch", "mlx" or "openai".
+    """
     found: dict[str, Any] = {
         "device": device,
         "dtype": dtype,
@@ -177,6 +182,10 @@ def environment(device: str | None, dtype: str | None, backend: str) -> dict[str
         if device is not None and device.startswith("cuda"):
             found["gpu"] = torch.cuda.get_device_name(device)
             found["cuda"] = torch.version.cuda
+    if backend == "mlx" and device == "gpu":
+        import mlx.core as mx
+
+        found["gpu"] = mx.device_info()["device_name"]
     return found
 
 

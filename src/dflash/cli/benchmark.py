@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from dflash import default_backend
 from dflash.checkpoint import DEFAULT_MODEL, find_weights, locate_draft, shipped_draft
 from dflash.cli import console, options
 from dflash.cli.pair import Wanted, load_pair
@@ -152,7 +153,8 @@ def benchmark(
         Literal["torch", "mlx", "openai"] | None,
         typer.Option(
             metavar="NAME",
-            help="torch (the default), mlx, or openai for servers.",
+            help="torch or mlx, by default mlx on Apple silicon, where it is installed, else torch; "
+            "or openai for servers.",
             rich_help_panel=_MODELS,
             show_default=False,
         ),
@@ -201,8 +203,9 @@ def benchmark(
     if draft is None and backend != "openai" and (wanted is None or {"draft", "both"} & {*wanted}):
         draft = shipped_draft(model or DEFAULT_MODEL)
     share = Share.of_environment()
+    share.check()
     settings: dict[str, Any] = {
-        "backend": backend or "torch", "model": model, "draft_model": draft, "assistant_model": assistant,
+        "model": model, "draft_model": draft, "assistant_model": assistant,
         "datasets": {one.name: one.describe() for one in asked}, "repeats": repeats, "seed": seed,
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k,
         "enable_thinking": enable_thinking, "at_once": at_once, "block_size": block_size,
@@ -217,10 +220,10 @@ def benchmark(
             raise RequestError("options of a draft do not go with --backend openai: a server has its own")
         bench = _of_servers(base_url or [], model, asking, at_once, timeout, draft, wanted)
     else:
+        own = share.device(device, backend or default_backend())
         pair = Wanted(
-            model or DEFAULT_MODEL, draft, "dflash" if draft else "none", block_size, _engine(backend), dtype,
-            share.device(device), revision, draft_revision, trust_remote_code, draft_sliding_window_size,
-            draft_bits, draft_min_confidence,
+            model or DEFAULT_MODEL, draft, "dflash" if draft else "none", block_size, backend, dtype, own, revision,
+            draft_revision, trust_remote_code, draft_sliding_window_size, draft_bits, draft_min_confidence,
         )  # fmt: skip
         bench = _of_pair(pair, assistant, asking, at_once, split, wanted)
     _measure(bench, settings, asked, asking, repeats, seed, output, share)
@@ -240,11 +243,6 @@ class _Bench:
     dtype: str | None = None
 
 
-def _engine(backend: str | None) -> Any:
-    """The backend as the loading options have it: those that this version does not have are refused by ``load``."""
-    return backend
-
-
 def _of_servers(
     base_urls: Sequence[str],
     model: str | None,
@@ -261,8 +259,8 @@ def _of_servers(
             raise RequestError(f"{option} does not go with --backend openai: a server has its own")
     api_key = os.environ.get("OPENAI_API_KEY")  # not an option: the command is recorded
     line = assemble.servers(base_urls, model, asking, concurrency, timeout, api_key)
-    return _Bench(line, {"model": model or ", ".join(line.descriptions.values()), "timeout": timeout,
-                         "systems": line.descriptions})  # fmt: skip
+    named = model or ", ".join(line.descriptions.values())
+    return _Bench(line, {"backend": "openai", "model": named, "timeout": timeout, "systems": line.descriptions})
 
 
 def _of_pair(
@@ -307,7 +305,7 @@ def _of_pair(
         weights = fingerprint(find_weights(locate_draft(wanted.draft, wanted.draft_revision)).files)
     kind = str(pair.target.device).partition(":")[0]  # processes with a GPU each do the same work
     settings: dict[str, Any] = {
-        "model": pair.target.name, "device": kind, "dtype": pair.dtype, "split": splits,
+        "backend": pair.target.backend, "model": pair.target.name, "device": kind, "dtype": pair.dtype, "split": splits,
         "revision": wanted.revision, "draft_revision": wanted.draft_revision, "draft_sha256": weights,
         "draft_min_confidence": pair.min_confidence, "systems": line.descriptions,
     }  # fmt: skip
@@ -328,8 +326,9 @@ def _measure(
     from dflash.benchmark.run import Journal, Run
 
     device = None if bench.target is None else str(bench.target.device)
+    settings = {**settings, **bench.settings}
     where = environment(device, bench.dtype, settings["backend"])
-    settings = {**settings, **bench.settings, "threads": where.get("threads")}
+    settings["threads"] = where.get("threads")
     journal = Journal.open(output, settings, share)
     run = Run(asked, bench.line.systems, repeats, seed)
     complete = _run(run, journal)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from dflash.backends.mlx.architectures import cast, completed
 from dflash.backends.mlx.draft import DFlashDraftModel
-from dflash.backends.mlx.target import MlxTarget
+from dflash.backends.mlx.target import MlxTarget, default_device
 from dflash.checkpoint import Place, check_files, check_weights, fetch_target, find_weights, locate, locate_draft
 from dflash.draft_config import ARCHITECTURE, DFlashConfig, confidence
 from dflash.errors import CheckpointError, DFlashError, RequestError, UnsupportedTarget
@@ -275,7 +275,7 @@ def _blaming(name: str, part: str) -> Iterator[None]:
 
 def _check_device(device: str | None) -> None:
     """MLX has one default device for a process, which its user sets."""
-    here = str(mx.default_device().type).rpartition(".")[2]
+    here = default_device()
     if device not in (None, here):
         raise RequestError(
             f"the mlx backend computes on MLX's default device, here {here!r}, not on {device!r}: leave the device out"

@@ -26,6 +26,11 @@ CLEAR_EVERY = 256
 """Tokens after which freed buffers are given back. Counted by elapsed tokens: rounds step over exact multiples."""
 
 
+def default_device() -> str:
+    """MLX's default device, on which everything runs: "cpu" or "gpu"."""
+    return str(mx.default_device().type).rpartition(".")[2]
+
+
 class MlxTarget:
     """A causal language model of mlx-lm, ready for block decoding. The model is only ever read.
 
@@ -61,7 +66,7 @@ class MlxTarget:
         self.hidden_size = self.anatomy.hidden_size
         self.context_length = context_length(config)
         self.eos_ids = eos_ids([config, *more], tokenizer)
-        self.device: mx.Device = mx.default_device()
+        self.device = default_device()
         self._by_hand: tuple[Sampler, Sequence[Processor]] | None = None
 
     @property
@@ -102,7 +107,7 @@ class MlxTarget:
 
     def peak_memory(self) -> float:
         """Peak memory in GB (1e9 bytes): of MLX on a GPU, else of the process."""
-        return mx.get_peak_memory() / 1e9 if self.device == mx.Device(mx.gpu) else process_peak()
+        return mx.get_peak_memory() / 1e9 if self.device == "gpu" else process_peak()
 
 
 class MlxSession:
