@@ -71,8 +71,14 @@ def rows(data: str | Path, split: str = "train") -> Iterator[Row]:
     if check_file(file):
         return _rows_of_file(file)
     if not _ON_THE_HUB.fullmatch(name) or _suffix(file) in (*JSON, *TEXT[:-1], *CELLS, ".parquet", ".arrow", ".gz"):
-        raise RequestError(f"{name} does not exist")
+        raise RequestError(f"cannot read {name}: it does not exist")
     return _numbered(hub_rows(f"{name}, which is no file here but may be a data set,", name, None, split))
+
+
+def source_of(data: str | Path) -> str:
+    """What to call the source of rows that do not say: the file's name without its ending, or the data set's."""
+    file = os.path.expanduser(data)
+    return Path(re.sub(r"\.gz$", "", Path(file).name, flags=re.IGNORECASE)).stem if os.path.isfile(file) else str(data)
 
 
 def check_file(path: Path) -> bool:

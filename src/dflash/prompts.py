@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dflash.errors import RequestError
-from dflash.prompt_files import rows
+from dflash.prompt_files import rows, source_of
 from dflash.text import is_unicode, plain_message
 
 MAX_SKIPPED = 0.1
@@ -85,8 +85,7 @@ def read_prompts(data: str | Path, split: str = "train", limit: int | None = Non
     """
     conversations: list[Conversation] = []
     reasons: dict[str, list[str]] = {}
-    file = Path(str(data))
-    source = Path(file.name.removesuffix(".gz")).stem if file.expanduser().is_file() else str(data)
+    source = source_of(data)
     for row in rows(data, split):
         try:
             if row.fault:

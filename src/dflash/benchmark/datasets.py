@@ -100,6 +100,8 @@ def read(name: str, max_samples: int | None = None) -> Dataset:
     Raises:
         RequestError: nothing there, or it cannot be read.
     """
+    if not name.strip():
+        raise RequestError("the name of a data set is empty: give a file, or one of " + ", ".join(HUB))
     sample = SAMPLES / f"{name.removesuffix(SAMPLE)}.jsonl"
     if name.endswith(SAMPLE):
         if not sample.is_file():
