@@ -401,7 +401,7 @@ def test_prompts_come_from_a_file(run: Callable[..., Any], tmp_path: Path) -> No
     rows = [{"source": "s1", "turns": ["one", "not this"]}, {"turns": ["two"], "category": "x"}]
     file.write_text("\ufeff" + "\n\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     record = json.loads(run("verify", "--prompts", file, "--max-new-tokens", "3", "--json").stdout)
-    assert [(one["source"], one["prompt"]) for one in record["prompts"]] == [("s1", "one"), ("", "two")]
+    assert [(one["source"], one["prompt"]) for one in record["prompts"]] == [("s1", "one"), ("p", "two")]
 
 
 def test_lines_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
@@ -413,12 +413,12 @@ def test_lines_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"turns": ["a"]}\nnot json\n', "line 2 is not JSON"),
-        (b'{"turns": ["a"]}\n\n{"turn": ["a"]}\n', "line 3 is not"),
-        (b'{"turns": []}\n', "line 1 is not"),
-        (b'{"turns": [""]}\n', "line 1 is not"),
-        (b'{"turns": "abc"}\n', "line 1 is not"),
-        (b'["a"]\n', "line 1 is not"),
+        (b'{"turns": ["a"]}\nnot json\n', r"not JSON \(1, first in line 2\)"),
+        (b'{"turns": ["a"]}\n\n{"turn": ["a"]}\n', r"an empty turn, or one that is no text \(1, first in line 3\)"),
+        (b'{"turns": []}\n', r"no user turn \(1, first in line 1\)"),
+        (b'{"turns": [""]}\n', r"an empty turn, or one that is no text \(1, first in line 1\)"),
+        (b'{"turns": "abc"}\n', r"no user turn \(1, first in line 1\)"),
+        (b'["a"]\n', r"not an object \(1, first in row 1\)"),
         (b"\n", "has no prompts"),
         (b"\xff\n", "is not UTF-8 text"),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
+from dflash import jsontext
 from dflash.errors import CheckpointError, ModelNotFound
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -46,6 +46,7 @@ def locate(id_or_path: str | Path) -> Place:
     """
     if not isinstance(id_or_path, (str, Path)):
         raise ModelNotFound(f"a model is named by a hub id, a path or an alias, not by a {type(id_or_path).__name__}")
+    _refuse_empty("model", id_or_path)
     name = str(id_or_path)
     if name == DEFAULT_MODEL:
         return _default_model()
@@ -70,6 +71,7 @@ def locate_draft(id_or_path: str | Path, revision: str | None = None) -> Path:
     """
     if not isinstance(id_or_path, (str, Path)):
         raise ModelNotFound(f"a draft is named by a hub id or a folder, not by a {type(id_or_path).__name__}")
+    _refuse_empty("draft", id_or_path)
     if str(id_or_path) == DEFAULT_MODEL:
         return DRAFTS / DEFAULT_MODEL
     path = Path(id_or_path).expanduser()
@@ -120,6 +122,15 @@ def _reason(error: Exception) -> str:
     if isinstance(error, LocalEntryNotFoundError):
         return "the hub cannot be reached from here"
     return f"the hub did not give it ({' '.join(str(error).split()) or type(error).__name__})"
+
+
+def _refuse_empty(what: str, id_or_path: str | Path) -> None:
+    """An empty name, as of a variable that is not set, would be the current folder. ``Path("")`` cannot be told
+    from ``Path(".")``."""
+    if not str(id_or_path).strip() or id_or_path == Path():
+        raise ModelNotFound(
+            f"the name of the {what} is empty: give a hub id, a folder or an alias ('.' as text is the current folder)"
+        )
 
 
 def _refuse_missing_path(name: str) -> None:
@@ -219,7 +230,7 @@ def _shards(folder: Path) -> tuple[dict[str, str], dict[str, Path]]:
     """What the index says: the file of each tensor, and the paths of the files."""
     index = folder / _INDEX
     try:
-        named: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        named: dict[str, str] = jsontext.parse(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: folder / name for name in sorted(set(named.values()))}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is not a valid index of shards: {error!r}") from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dflash import jsontext
 from dflash.draft_config import DFlashConfig
 from dflash.errors import IncompatibleDraft
 from dflash.protocols import Target
@@ -52,8 +52,8 @@ def _check_tokenizer(path: Path, target: Target, refuse: Any) -> None:
     if not path.is_file():
         return
     try:
-        own = _vocabulary(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        own = _vocabulary(jsontext.parse(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise refuse(f"its tokenizer.json cannot be read ({error})") from error
     theirs: Mapping[str, int] = target.tokenizer.get_vocab()
     differing = [token for token, index in own.items() if theirs.get(token, index) != index]

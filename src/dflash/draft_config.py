@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import numbers
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash import jsontext
 from dflash.errors import ConfigError, RequestError
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -166,8 +166,8 @@ class DFlashConfig:
         if not path.is_file():
             raise ConfigError(f"{folder} has no config.json: is it the folder of a DFlash draft?")
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
+            raw = jsontext.parse(path.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ConfigError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(raw, dict):
             raise ConfigError(f"{path} must hold a JSON object, not {type(raw).__name__}")

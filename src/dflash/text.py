@@ -60,9 +60,13 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, *, enable_thinking: bool | Non
         raise RequestError("the prompt is empty: give text, token ids or chat messages")
     if all(isinstance(item, Mapping) for item in items):
         return _encode_messages(tokenizer, items, enable_thinking)
-    if all(isinstance(item, Integral) and not isinstance(item, bool) for item in items):
+    if all(_is_id(item) for item in items):
         return [int(item) for item in items]
     raise RequestError(_WHAT_A_PROMPT_IS)
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool)
 
 
 _WHAT_A_PROMPT_IS = "the prompt must be one string, one list of token ids, or one list of chat messages"
@@ -78,9 +82,11 @@ def _items(prompt: Any) -> list[Any]:
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
         raise RequestError(f"{_WHAT_A_PROMPT_IS}, not {type(prompt).__name__}")
-    if len(prompt) == 1 and isinstance(prompt[0], (list, tuple, TokenArray)):
-        return _items(prompt[0])
-    return list(prompt)
+    # NumPy's numbers and a framework's arrays of one element become Python's: True stays a bool and 1.0 a float.
+    items = [item.tolist() if type(item) is not int and isinstance(item, TokenArray) else item for item in prompt]
+    if len(items) == 1 and isinstance(items[0], (list, tuple)):
+        return _items(items[0])
+    return items
 
 
 def _encode_string(tokenizer: Any, text: str) -> list[int]:
@@ -120,9 +126,21 @@ def _encode_messages(tokenizer: Any, messages: Sequence[Message], enable_thinkin
         encoded = tokenizer.apply_chat_template(
             plain, tokenize=True, add_generation_prompt=True, return_dict=True, **options
         )
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
-        raise RequestError(f"the chat template refuses these messages: {error}") from error
-    return list(encoded["input_ids"])
+    except (jinja2.TemplateError, *_WHAT_TEMPLATES_RAISE) as error:
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise RequestError(f"the chat template refuses these messages: {why}") from error
+    if isinstance(encoded, Mapping):
+        encoded = encoded.get("input_ids")
+    if isinstance(encoded, str) or not isinstance(encoded, (Sequence, TokenArray)):
+        raise RequestError(f"the chat template gives no token ids for these messages, but {type(encoded).__name__}")
+    ids = _items(encoded)
+    if not ids or not all(_is_id(token) for token in ids):
+        raise RequestError("the chat template makes no token ids of these messages")
+    return [int(token) for token in ids]
+
+
+_WHAT_TEMPLATES_RAISE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
+"""Besides jinja's own errors: templates, and tokenizers written in Python, compute with whatever they find."""
 
 
 def plain_message(message: Message) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import dflash
 import tiny
 from dflash.backends.torch.target import TorchTarget
 from dflash.cli.prompts import read_file
+from dflash.prompts import Conversation, read_prompts, spread
 from dflash.sampling import SamplingParams
 from dflash.train.data import read_corpus
-from dflash.train.prompts import Conversation, read_prompts, spread
 from dflash.train.regenerate import Progress, Settings, read_answers, regenerate, settings_file, settings_of
 
 TALKS = [
@@ -184,7 +184,7 @@ def test_prompts_in_each_documented_form(tmp_path: Path) -> None:
     assert [c.turns for c in read_prompts(lines).conversations] == [("first",), ("second",)]
 
 
-BAD = ["[]", '"text"', "{}", '{"turns": []}', '{"turns": [""]}', '{"turns": [3]}', '{"messages": []}', "not json", ""]
+BAD = ["[]", '"text"', "{}", '{"turns": []}', '{"turns": [""]}', '{"turns": [3]}', '{"messages": []}', "not json"]
 
 
 @pytest.mark.parametrize("line", BAD)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dflash.benchmark.answers import digest
 from dflash.benchmark.results import ALL
 from dflash.errors import RequestError
+from dflash.prompt_files import check_file, hub_rows
+from dflash.prompts import Conversation, Opening, read_prompts, spread
 from dflash.text import is_unicode
-from dflash.train.prompts import Conversation, read_prompts, spread
 
 SAMPLES = Path(__file__).parent / "data"
 SAMPLE = "-sample"
@@ -64,16 +64,21 @@ class Dataset:
         source: where they were read.
         talks: turns by index in the source.
         note: what the user should know about them.
+        openings: system and developer messages ahead of the turns, by index, where there are any.
     """
 
     name: str
     source: str
     talks: dict[int, tuple[str, ...]]
     note: str | None = None
+    openings: dict[int, Opening] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
         """For records: equal for equal prompts."""
-        return {"source": self.source, "prompts": len(self.talks), "digest": digest(sorted(self.talks.items()))}
+        asked: list[Any] = sorted(self.talks.items())
+        if self.openings:
+            asked = [asked, sorted(self.openings.items())]
+        return {"source": self.source, "prompts": len(self.talks), "digest": digest(asked)}
 
 
 def one_prompt(text: str) -> Dataset:
@@ -95,6 +100,8 @@ def read(name: str, max_samples: int | None = None) -> Dataset:
     Raises:
         RequestError: nothing there, or it cannot be read.
     """
+    if not name.strip():
+        raise RequestError("the name of a data set is empty: give a file, or one of " + ", ".join(HUB))
     sample = SAMPLES / f"{name.removesuffix(SAMPLE)}.jsonl"
     if name.endswith(SAMPLE):
         if not sample.is_file():
@@ -113,7 +120,7 @@ def read(name: str, max_samples: int | None = None) -> Dataset:
 
 
 def _file(name: str, file: Path, max_samples: int | None, note: str | None = None) -> Dataset:
-    if not file.expanduser().is_file() and file.suffix:
+    if not check_file(file.expanduser()) and file.suffix:
         raise RequestError(f"{file} does not exist: give a JSONL file, or one of {', '.join(HUB)}")
     if name == ALL:
         raise RequestError(f"{file}: a data set cannot be called {ALL}, as the line over all sets is: rename the file")
@@ -128,7 +135,9 @@ def _file(name: str, file: Path, max_samples: int | None, note: str | None = Non
 def _chosen(
     name: str, source: str, conversations: list[Conversation], max_samples: int | None, note: str | None = None
 ) -> Dataset:
-    return Dataset(name, source, {one.index: one.turns for one in spread(conversations, max_samples)}, note)
+    chosen = spread(conversations, max_samples)
+    openings = {one.index: one.opening for one in chosen if one.opening}
+    return Dataset(name, source, {one.index: one.turns for one in chosen}, note, openings)
 
 
 def _fetched(name: str, hub: Hub, max_samples: int | None) -> Dataset:
@@ -137,13 +146,6 @@ def _fetched(name: str, hub: Hub, max_samples: int | None) -> Dataset:
     Raises:
         RequestError: ``datasets`` is not installed, or it does not get it.
     """
-    if importlib.util.find_spec("datasets") is None:
-        raise RequestError("the package datasets is not installed: pip install datasets")
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(hub.repository, hub.config, split=hub.split)
-    except (OSError, ValueError) as error:
-        raise RequestError(f"{hub.repository} could not be fetched: {' '.join(str(error).split())}") from error
+    rows = hub_rows(hub.repository, hub.repository, hub.config, hub.split)
     conversations = [Conversation(i, name, tuple(hub.turns(row))) for i, row in enumerate(rows)]
     return _chosen(name, f"{hub.repository} ({hub.split})", conversations, max_samples)

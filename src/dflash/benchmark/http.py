@@ -222,7 +222,7 @@ class Server:
         return client
 
     async def _talk(self, client: httpx.AsyncClient, talk: Talk) -> list[Answer]:
-        history: Messages = []
+        history: Messages = list(talk.opening)
         answers: list[Answer] = []
         for number, turn in enumerate(talk.turns):
             history.append({"role": "user", "content": turn})

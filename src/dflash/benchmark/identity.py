@@ -42,9 +42,10 @@ def _prompt(
     record: Record, records: Sequence[Record], datasets: Sequence[Dataset], target: Target, asking: Asking
 ) -> list[int] | None:
     """The prompt of a record once more; None if it does not come out as it was."""
-    turns = next(dataset.talks[record.prompt] for dataset in datasets if dataset.name == record.dataset)
+    dataset = next(dataset for dataset in datasets if dataset.name == record.dataset)
+    turns = dataset.talks[record.prompt]
     earlier = {r.turn: r.answer for r in records if r.talk == record.talk and r.turn < record.turn}
-    messages: Messages = []
+    messages: Messages = list(dataset.openings.get(record.prompt, ()))
     for turn in range(record.turn):
         messages.append({"role": "user", "content": turns[turn]})
         messages.append({"role": "assistant", "content": final_text(earlier[turn].text)})

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash import __version__
+from dflash import __version__, jsontext
 from dflash.benchmark.answers import Record
 from dflash.benchmark.figures import Figures, Parting, figures
 from dflash.difference import Difference
@@ -114,12 +114,12 @@ def load(file: Path) -> Results:
         RequestError: it is not there, or is something else.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        value = jsontext.parse(file.read_text(encoding="utf-8"))
         found = value["dflash_benchmark"]
         results = _results(value) if found == FORMAT else None
     except OSError as error:
         raise RequestError(f"cannot read {file}: {error.strerror}") from error
-    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise RequestError(f"{file} is no results.json of dflash benchmark ({error!r})") from error
     if results is None:
         raise RequestError(f"{file} is of format {found}, this version reads {FORMAT}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from dflash import jsontext
 from dflash.benchmark.answers import Record
 from dflash.benchmark.datasets import Dataset
 from dflash.benchmark.parallel import Share
@@ -85,7 +86,7 @@ class Journal:
         for line in data.split(b"\n")[:-1]:  # the last is empty, or being written by another process
             try:
                 settings, records = _parsed(line)
-            except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
                 raise RequestError(f"{file} is no journal of a benchmark ({error!r}): give another --output") from error
             if settings is not None:
                 refuse_others(file.parent, settings, self.settings)
@@ -97,9 +98,9 @@ def _parsed(line: bytes) -> tuple[dict[str, Any] | None, list[Record]]:
     """The settings on a line of a journal, or the records.
 
     Raises:
-        KeyError, TypeError, AttributeError, ValueError, RecursionError: it is something else.
+        KeyError, TypeError, AttributeError, ValueError: it is something else.
     """
-    value = json.loads(line.decode("utf-8"))
+    value = jsontext.parse(line.decode("utf-8"))
     if "settings" in value:
         return dict(value["settings"]), []
     return None, [Record.from_json(one) for one in value["records"]]
@@ -181,7 +182,9 @@ class Run:
     def _records(
         self, lane: str, system: System, dataset: Dataset, repeat: int, indices: list[int]
     ) -> Iterator[list[Record]]:
-        talks = [Talk(dataset.talks[i], self._seed_of(dataset.name, i, repeat)) for i in indices]
+        talks = [
+            Talk(dataset.talks[i], self._seed_of(dataset.name, i, repeat), dataset.openings.get(i, ())) for i in indices
+        ]
         for at, answers in system.converse(talks):
             yield [
                 Record(system.name, dataset.name, indices[at], turn, repeat, lane, answer)

@@ -18,6 +18,7 @@ from dflash.benchmark.memory import PeakMemory
 from dflash.decode import PREFILL_CHUNK, Emission, check_prompts
 from dflash.errors import DFlashError
 from dflash.generate import start
+from dflash.prompts import Opening
 from dflash.protocols import Drafter, Target
 from dflash.sampling import SamplingParams
 from dflash.text import Detokenizer, Prompt, encode_prompt, text_of
@@ -34,10 +35,12 @@ class Talk:
     Attributes:
         turns: the user's messages. The system's own answers are fed back between them.
         seed: of the sampling of its answers.
+        opening: system and developer messages ahead of the turns.
     """
 
     turns: tuple[str, ...]
     seed: int = 0
+    opening: Opening = ()
 
 
 @dataclass(frozen=True)
@@ -247,7 +250,7 @@ def turn_by_turn(
     Args:
         check: raises a ``DFlashError`` for a prompt that cannot be asked: it fails alone, the others go together.
     """
-    history: list[Messages] = [[] for _ in talks]
+    history: list[Messages] = [list(talk.opening) for talk in talks]
     answers: list[list[Answer]] = [[] for _ in talks]
     alive = list(range(len(talks)))
     for turn in range(max(len(talk.turns) for talk in talks)):

@@ -113,11 +113,21 @@ def benchmark(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="For results.json, report.html and its pictures.", rich_help_panel=_WHAT),
+        typer.Option(
+            metavar="DIR",
+            parser=options.path,
+            help="For results.json, report.html and its pictures.",
+            rich_help_panel=_WHAT,
+        ),
     ] = None,
     compare: Annotated[
         tuple[Path, Path] | None,
-        typer.Option(metavar="A.json B.json", help="Compare two results instead of measuring.", rich_help_panel=_WHAT),
+        typer.Option(
+            metavar="A.json B.json",
+            parser=options.path,
+            help="Compare two results instead of measuring.",
+            rich_help_panel=_WHAT,
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="The longest answer.", rich_help_panel=_HOW)

@@ -14,7 +14,7 @@ from dflash.errors import RequestError
 
 def export(
     draft: Annotated[str, typer.Option(metavar="D", help="A draft in either format: a hub id or a folder.")],
-    output: Annotated[Path, typer.Option(metavar="DIR", help="A new folder.")],
+    output: Annotated[Path, typer.Option(metavar="DIR", parser=options.path, help="A new folder.")],
     format: Annotated[
         Literal["published", "speculators"],
         typer.Option("--format", metavar="NAME", help="published (z-lab; vLLM, SGLang) or speculators (vLLM)."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import typer
@@ -10,6 +11,18 @@ DrafterKind: TypeAlias = Literal["ngram", "none", "dflash", "both"]
 Backend: TypeAlias = Literal["torch", "mlx"]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 Verification: TypeAlias = Literal["match", "rejection"]
+
+
+def path(name: str) -> Path:
+    """The path of an option. An empty name, as of a variable that is not set, would be the current folder.
+
+    Raises:
+        typer.BadParameter: it is empty.
+    """
+    if not name.strip():
+        raise typer.BadParameter("an empty name is no path: give a name, or . for the current folder")
+    return Path(name)
+
 
 _LOADING = "Models"
 _BLOCKS = "Blocks"

@@ -1,23 +1,28 @@
-"""Prompts as commands get them: an argument, standard input, a JSONL file, or a handful of our own."""
+"""Prompts as commands get them: an argument, standard input, a file, or a handful of our own."""
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dflash.errors import RequestError
+from dflash.prompts import Opening, read_prompts
 from dflash.text import Prompt
 
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt and where it comes from."""
+    """One prompt and where it comes from.
+
+    Attributes:
+        opening: system and developer messages ahead of it.
+    """
 
     source: str
     text: str
+    opening: Opening = ()
 
 
 BUILT_IN = (
@@ -84,35 +89,17 @@ def as_messages(
     return [user] if system is None else [{"role": "system", "content": system}, user]
 
 
+def as_asked(tokenizer: Any, question: Question) -> Prompt:
+    """A question as messages, or without a chat template as one text."""
+    if not tokenizer.chat_template:
+        return "\n\n".join([*(message["content"] for message in question.opening), question.text])
+    return [*question.opening, {"role": "user", "content": question.text}]
+
+
 def read_file(file: Path, limit: int | None = None) -> list[Question]:
-    """The first turns of a JSONL file: one object a line with ``turns`` (a list of texts) and maybe ``source``.
+    """The first questions of the conversations of a file, and how these open: see ``dflash.prompts.read_prompts``.
 
     Raises:
-        RequestError: no such file, or a line that is something else, named by its number.
+        RequestError: as ``read_prompts``.
     """
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # splitlines would also cut at U+2028 inside a text
-    except OSError as error:
-        raise RequestError(f"cannot read {file}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"{file} is not UTF-8 text (byte {error.start})") from error
-    questions: list[Question] = []
-    for number, line in enumerate(lines, start=1):
-        if len(questions) == limit:
-            break
-        if line.strip():
-            questions.append(_question(f"{file}, line {number}", line))
-    if not questions:
-        raise RequestError(f"{file} has no prompts")
-    return questions
-
-
-def _question(where: str, line: str) -> Question:
-    try:
-        value = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise RequestError(f"{where} is not JSON: {error.msg} at column {error.colno}") from error
-    turns = value.get("turns") if isinstance(value, dict) else None
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0]:
-        raise RequestError(f'{where} is not {{"source": ..., "turns": ["text", ...]}}')
-    return Question(str(value.get("source", "")), turns[0])
+    return [Question(one.source, one.turns[0], one.opening) for one in read_prompts(file, limit=limit).conversations]

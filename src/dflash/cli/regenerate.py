@@ -16,10 +16,17 @@ from dflash.sampling import SamplingParams
 
 
 def regenerate(
-    output: Annotated[Path, typer.Option(metavar="FILE", help="JSONL to append to. A run that stopped goes on.")],
+    output: Annotated[
+        Path,
+        typer.Option(metavar="FILE", parser=options.path, help="JSONL to append to. A run that stopped goes on."),
+    ],
     data: Annotated[
         str,
-        typer.Option(metavar="DATA", help="Prompts: JSONL (turns, messages or prompt), text lines, or a data set."),
+        typer.Option(
+            metavar="DATA",
+            help="Prompts: JSON lines (turns, messages, conversations or prompt), text lines, csv, parquet, or a data "
+            "set of the hub.",
+        ),
     ],
     model: options.Model = DEFAULT_MODEL,
     split: Annotated[str, typer.Option(metavar="NAME", help="Of a data set.")] = "train",
@@ -29,7 +36,7 @@ def regenerate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Every answer has its own from it.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message of prompts that have none of their own.")] = None,
     enable_thinking: options.EnableThinking = None,
     draft: options.Draft = None,
     drafter: options.Drafter = None,
@@ -40,7 +47,7 @@ def regenerate(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Answer prompts with the target, in batches, and keep the tokens of prompts and answers."""
-    from dflash.train.prompts import read_prompts, spread
+    from dflash.prompts import read_prompts, spread
     from dflash.train.regenerate import Progress, Settings
     from dflash.train.regenerate import regenerate as run
 

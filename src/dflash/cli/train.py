@@ -19,8 +19,11 @@ _DRAFT, _RECIPE, _RUN = "The draft", "The recipe", "The run"
 
 
 def train(
-    data: Annotated[list[Path], typer.Option(metavar="FILE", help="Answers of dflash regenerate. May be repeated.")],
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Becomes the folder of the draft.")],
+    data: Annotated[
+        list[Path],
+        typer.Option(metavar="FILE", parser=options.path, help="Answers of dflash regenerate. May be repeated."),
+    ],
+    output: Annotated[Path, typer.Option(metavar="DIR", parser=options.path, help="Becomes the folder of the draft.")],
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Of the optimiser.", rich_help_panel=_RECIPE)],
     model: options.Model = DEFAULT_MODEL,
     block_size: Annotated[
@@ -78,7 +81,8 @@ def train(
     held_out: Annotated[int, typer.Option(min=0, help="Answers kept apart to measure.", rich_help_panel=_RUN)] = 40,
     max_length: Annotated[int, typer.Option(min=8, help="Tokens a sequence.", rich_help_panel=_RUN)] = 1024,
     cache: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="For the target's hidden states.", rich_help_panel=_RUN)
+        Path | None,
+        typer.Option(metavar="DIR", parser=options.path, help="For the target's hidden states.", rich_help_panel=_RUN),
     ] = None,
     cache_limit: Annotated[float, typer.Option(min=0.0, metavar="GB", rich_help_panel=_RUN)] = 20.0,
     resume: Annotated[

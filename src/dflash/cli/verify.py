@@ -56,7 +56,11 @@ def verify(
     file: Annotated[
         Path | None,
         typer.Option(
-            "--prompts", metavar="FILE", help='JSONL, {"source": ..., "turns": [...]} a line; the first turns are used.'
+            "--prompts",
+            metavar="FILE",
+            parser=options.path,
+            help="JSON lines (turns, messages, conversations or prompt), text lines, csv or parquet; the first turns "
+            "are used.",
         ),
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option(metavar="P", help="A question. May be repeated.")] = None,
@@ -108,11 +112,10 @@ def _questions(file: Path | None, prompt: list[str], limit: int | None) -> list[
 
 def _check(pair: Pair, question: Question, max_new_tokens: int, enable_thinking: bool | None) -> Check:
     target = pair.target
-    ids = encode_prompt(
-        target.tokenizer,
-        prompts.as_messages(target.tokenizer, question.text, enable_thinking=enable_thinking),
-        enable_thinking=enable_thinking,
-    )
+    if enable_thinking is not None and not target.tokenizer.chat_template:
+        prompts.refuse_chat_options("which this tokenizer does not have", None, enable_thinking)
+    asked = prompts.as_asked(target.tokenizer, question)
+    ids = encode_prompt(target.tokenizer, asked, enable_thinking=enable_thinking)
 
     def answer(drafter: Any, block_size: int | None) -> Generation:
         return collect(stream_generate(target, drafter, target.tokenizer, ids, block_size, max_new_tokens))
@@ -131,6 +134,7 @@ def _record(checks: Sequence[Check], pair: Pair, failed: bool) -> dict[str, Any]
         "prompts": [
             {
                 "source": check.question.source,
+                "opening": list(check.question.opening),
                 "prompt": check.question.text,
                 "verdict": check.verdict,
                 "tokens": len(check.plain.tokens),

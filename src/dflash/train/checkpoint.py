@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dflash import jsontext
 from dflash.errors import CheckpointError
 from dflash.train.files import write_tensors
 
@@ -72,7 +73,7 @@ def restore(path: Path, draft: nn.Module, optimizers: list[torch.optim.Optimizer
         CheckpointError: it does not fit this run.
     """
     try:
-        numbers: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        numbers: dict[str, Any] = jsontext.parse((path / "state.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "optimizer.safetensors")
         draft.load_state_dict(load_file(path / "draft.safetensors"))
         for i, optimizer in enumerate(optimizers):

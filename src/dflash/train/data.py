@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dflash.errors import RequestError
+from dflash.prompt_files import check_file
 from dflash.train.regenerate import read_answers
 
 
@@ -99,7 +100,7 @@ def read_corpus(paths: SequenceOf[Path], held_out: int, max_length: int) -> Corp
     sequences: list[Sequence] = []
     skipped: dict[str, int] = {}
     for number, path in enumerate(paths):
-        if not path.is_file():
+        if not check_file(path):
             raise RequestError(f"{path} does not exist: make it with dflash regenerate")
         records = read_answers(path)
         if len({record["id"] for record in records}) < len(records):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dflash import jsontext
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.head import rows_of
 from dflash.backends.torch.target import TorchTarget
@@ -371,7 +372,7 @@ def _check_same(file: Path, run: dict[str, Any]) -> None:
         RequestError: the run was begun with something else, or with what cannot be told.
     """
     try:
-        have = json.loads(file.read_text(encoding="utf-8"))
+        have = jsontext.parse(file.read_text(encoding="utf-8"))
         differing = [key for key in run["recipe"] if have["recipe"].get(key) != run["recipe"][key]]
         differing += [key for key in run if key != "recipe" and have[key] != run[key]]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -388,7 +389,7 @@ def config_of_run(output: Path) -> DFlashConfig:
         RequestError: it is no run's folder, or what it was begun with cannot be told.
     """
     try:
-        return DFlashConfig.parse(json.loads((output / RUN).read_text(encoding="utf-8"))["draft"])
+        return DFlashConfig.parse(jsontext.parse((output / RUN).read_text(encoding="utf-8"))["draft"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise RequestError(f"{output / RUN} does not say which draft the run makes ({error})") from error
 
@@ -398,7 +399,7 @@ def read_log(file: Path) -> list[dict[str, Any]]:
     records = []
     for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
-            record = json.loads(line)
+            record = jsontext.parse(line)
         except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):

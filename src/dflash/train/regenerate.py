@@ -14,19 +14,24 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dflash import jsontext
 from dflash.decode import Request, decode
 from dflash.errors import RequestError
 from dflash.generate import DraftLike, as_drafter, new_output
+from dflash.prompts import Conversation
 from dflash.protocols import Target
 from dflash.sampling import SamplingParams
 from dflash.text import encode_prompt
 from dflash.train.files import write
-from dflash.train.prompts import Conversation
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the answers. Written beside them; a run that goes on must have the same."""
+    """What decides the answers. Written beside them; a run that goes on must have the same.
+
+    Attributes:
+        system: message of the conversations that open with none of their own.
+    """
 
     model: str
     dtype: str = "float32"
@@ -57,8 +62,8 @@ def regenerate(
 ) -> Progress:
     """Answer every turn of every conversation, the answers so far fed back.
 
-    One line of ``output`` an answer: ``id`` ("line.turn"), ``source``, ``messages``, ``answer``, ``prompt_ids``,
-    ``answer_ids`` (the stop id included), ``finish_reason``.
+    One line of ``output`` an answer: ``id`` ("line.turn"), ``source``, ``messages`` (all that was asked, system
+    message included), ``answer``, ``prompt_ids``, ``answer_ids`` (the stop id included), ``finish_reason``.
 
     Args:
         draft: any drafter may speed it up; the answers are the target's own.
@@ -69,7 +74,7 @@ def regenerate(
     """
     done = {record["id"]: record for record in read_answers(output)}
     _check_settings(output, settings)
-    _check_prompts(output, done, conversations)
+    _check_prompts(output, done, conversations, settings)
     _mend(output)
     progress = Progress(sum(len(c.turns) for c in conversations), len(done))
     with output.open("a", encoding="utf-8") as file:
@@ -102,7 +107,7 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
 
 def _answer_of(where: str, line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = jsontext.parse(line)
     except ValueError as error:
         raise RequestError(f"{where}: not JSON; is it a file of answers?") from error
     if not isinstance(record, dict):
@@ -118,7 +123,7 @@ def _answer_of(where: str, line: bytes) -> dict[str, Any]:
 
 def _is_json(line: bytes) -> bool:
     try:
-        json.loads(line)
+        jsontext.parse(line)
     except ValueError:
         return False
     return True
@@ -165,16 +170,35 @@ def _check_settings(output: Path, settings: Settings) -> None:
         write(file, json.dumps(wanted, indent=2) + "\n")
 
 
-def _check_prompts(output: Path, done: dict[str, dict[str, Any]], conversations: Iterable[Conversation]) -> None:
+def _opening(conversation: Conversation, settings: Settings) -> list[dict[str, str]]:
+    """What is said before the first question."""
+    if conversation.opening or settings.system is None:
+        return list(conversation.opening)
+    return [{"role": "system", "content": settings.system}]
+
+
+def _check_prompts(
+    output: Path, done: dict[str, dict[str, Any]], conversations: Iterable[Conversation], settings: Settings
+) -> None:
     """Answers are known by the line and turn of their prompt: the prompt there must still be the same."""
     for conversation in conversations:
+        asked: list[Any] = _opening(conversation, settings)
         for turn, text in enumerate(conversation.turns):
+            asked.append({"role": "user", "content": text})
             record = done.get(f"{conversation.index}.{turn}")
-            if record is not None and record.get("messages", [{}])[-1].get("content") != text:
+            if record is not None and _asked(record) != asked:
                 raise RequestError(
                     f"{output} holds an answer to another prompt as {record['id']}: give another --output, or the same "
                     "prompts in the same order to go on"
                 )
+
+
+def _asked(record: dict[str, Any]) -> list[Any]:
+    """The messages of a record without the target's own."""
+    messages = record.get("messages")
+    if not isinstance(messages, list):
+        return []
+    return [one for one in messages if not (isinstance(one, dict) and one.get("role") == "assistant")]
 
 
 @dataclass(frozen=True)
@@ -199,7 +223,7 @@ def _open_turns(
         name = f"{conversation.index}.{turn}"
         if turn >= len(conversation.turns) or name in done:
             continue
-        messages = [] if settings.system is None else [{"role": "system", "content": settings.system}]
+        messages = _opening(conversation, settings)
         before = [done.get(f"{conversation.index}.{i}") for i in range(turn)]
         try:
             for text, record in zip(conversation.turns, before, strict=False):
@@ -270,7 +294,7 @@ def settings_of(answers: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = jsontext.parse(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RequestError(f"{file} is not JSON ({error}): remove it, or the answers with it") from error
     if not isinstance(found, dict):

@@ -151,6 +151,8 @@ def make_draft(target: TorchTarget, shape: Shape, seed: int) -> DFlashDraftModel
 
 def _gone_on_from(target: TorchTarget, shape: Shape) -> DFlashDraftModel:
     """The draft of a folder, which has a shape of its own; of a run that was stopped, its last checkpoint."""
+    if not shape.start.strip():
+        raise RequestError("the draft to start from has an empty name: give target, random or a folder")
     last = checkpoint.latest(Path(shape.start) / "checkpoints")
     if last is None or (Path(shape.start) / "config.json").is_file():
         draft = load_draft(shape.start, dtype=torch.float32, device=target.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, maybe_set_recommended_wired_limit
 from transformers import AutoTokenizer
 
+from dflash import jsontext
 from dflash.backends.mlx.architectures import cast, completed
 from dflash.backends.mlx.draft import DFlashDraftModel
 from dflash.backends.mlx.target import MlxTarget, default_device
@@ -249,8 +249,8 @@ def _unpacked(place: Place, dtype: str | mx.Dtype | None) -> Path:
 
 def _json(name: str, path: Path) -> Mapping[str, Any]:
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        read = jsontext.parse(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path.name} of {name} cannot be read: {_one_line(error)}") from error
     if not isinstance(read, dict):
         raise CheckpointError(f"{path.name} of {name} must hold a JSON object, not {type(read).__name__}")
