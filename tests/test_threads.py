@@ -74,20 +74,20 @@ def draft_for(of: Any, folder: Path) -> Any:
 
 def begun(of: Any, drafter: Any, params: SamplingParams, verification: str) -> tuple[list[Output], Iterator[Any]]:
     """Two rows, of which one ends earlier."""
-    done = [Output(lambda ids: "", 16 - 5 * i) for i in range(2)]
+    done = [Output(lambda ids: "", 9 - 3 * i) for i in range(2)]
     rows = [Request(prompt, params, output) for prompt, output in zip(PROMPTS, done, strict=True)]
     return done, decode(of, drafter, rows, block_size=max(drafter.block_size, 2), verification=verification)
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3-next", "lfm2", "falcon-h1"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3-next", "falcon-h1"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_step_may_be_taken_by_another_thread(
     backend: str, architecture: str, params: tuple[SamplingParams, str], tmp_path: Path
 ) -> None:
     of = target(backend, architecture)
     draft = draft_for(of, tmp_path)
-    for drafter in (NoDrafter(), draft, BothDrafters(draft, NGramDrafter(4, 2, 1))):
+    for drafter in (NoDrafter(), BothDrafters(draft, NGramDrafter(4, 2, 1))):
         alone, stream = begun(of, drafter, *params)
         for _ in stream:
             pass
@@ -107,9 +107,8 @@ def folders(tmp_path_factory: Any) -> dict[str, Path]:
     places = {name: tmp_path_factory.mktemp(name) for name in ("target", "draft")}
     made.save_pretrained(places["target"])
     tiny.tokenizer().save_pretrained(places["target"])
-    tiny.save_draft(
-        tiny.draft(tiny.TorchTarget(made, tiny.tokenizer(), "tiny"), **tiny.DRAFTS["yarn"]), places["draft"]
-    )
+    of = tiny.TorchTarget(made, tiny.tokenizer(), "tiny")
+    tiny.save_draft(tiny.draft(of, **tiny.DRAFTS["yarn"]), places["draft"])
     return places
 
 
@@ -120,7 +119,7 @@ TEXT = "the lighthouse keeper found a letter"
 def test_what_one_thread_loads_others_answer_with(backend: str, folders: dict[str, Path]) -> None:
     model, tokenizer = in_a_thread(lambda: dflash.load(folders["target"], backend=backend))
     draft = in_a_thread(lambda: dflash.load_draft(folders["draft"], backend=backend))
-    options: dict[str, Any] = {"max_tokens": 16, "temperature": 0.7, "seed": 4, "stop": "never"}
+    options: dict[str, Any] = {"max_tokens": 10, "temperature": 0.7, "seed": 4, "stop": "never"}
     stream = in_a_thread(lambda: dflash.stream_generate(model, draft, tokenizer, TEXT, **options))
     text = "".join(response.text for response in every_step_elsewhere(stream))
     assert text == dflash.generate(model, draft, tokenizer, TEXT, **options).text
