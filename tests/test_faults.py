@@ -121,7 +121,9 @@ OWN = [4, 3, 2, 1]
 """What the target would say at each position."""
 
 
-def judged(backend: str, params: SamplingParams, verification: str, drafted: list[int], spoiled: dict[int, float]) -> Any:
+def judged(
+    backend: str, params: SamplingParams, verification: str, drafted: list[int], spoiled: dict[int, float]
+) -> Any:
     """The verdict on three drafted tokens, where the scores of some positions are one value throughout."""
     scores = [[9.0 if token == own else float(token) / 9 for token in range(5)] for own in OWN]
     for position, value in spoiled.items():
@@ -169,7 +171,7 @@ def test_a_sampler_of_mlx_lms_meets_only_what_counts_and_draws_again() -> None:
     import mlx.core as mx
     from mlx_lm.sample_utils import make_sampler
 
-    from dflash.backends.mlx.verify import SamplerVerifier
+    from dflash.backends.mlx.target import SamplerVerifier
 
     scores = [[9.0 if token == own else 0.0 for token in range(5)] for own in OWN]
     for right in range(4):

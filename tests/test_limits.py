@@ -192,7 +192,9 @@ def byte_fallback_answer(tokens: Sequence[int], stop: str | Sequence[str] = ()) 
 
 
 @pytest.mark.parametrize(
-    ("stop", "kept"), [("\n", 2), ("\n\n", 3), ("\né", 5), ("é", 5), ("b", 6), ("a\n", 2), (["é\n", "\n\né"], 5)], ids=str
+    ("stop", "kept"),
+    [("\n", 2), ("\n\n", 3), ("\né", 5), ("é", 5), ("b", 6), ("a\n", 2), (["é\n", "\n\né"], 5)],
+    ids=str,
 )
 def test_a_stop_string_of_byte_tokens_ends_on_the_token_that_completes_it(stop: Any, kept: int) -> None:
     tokenizer = vocabularies.sentencepiece()
@@ -207,7 +209,7 @@ def test_a_stop_string_of_byte_tokens_ends_on_the_token_that_completes_it(stop: 
 
 
 def test_a_long_run_of_byte_tokens_flows() -> None:
-    out, pieces = byte_fallback_answer(vocabularies.byte_ids("\n" * 500 + "é中"))
+    _, pieces = byte_fallback_answer(vocabularies.byte_ids("\n" * 500 + "é中"))
     assert pieces == ["\n"] * 500 + ["", "é", "", "", "中"]
 
 

@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 from dflash.decode import PREFILL_CHUNK, Emission, Request, decode
@@ -14,7 +13,7 @@ from dflash.drafters import NGramDrafter, NoDrafter
 from dflash.errors import RequestError
 from dflash.limits import Output
 from dflash.protocols import Drafter, Target
-from dflash.sampling import SamplingParams
+from dflash.sampling import SamplingParams, is_whole
 from dflash.text import Prompt, encode_prompt, text_of
 
 DraftLike = Drafter | str | None
@@ -202,7 +201,7 @@ def start(
     prefill_chunk: int,
 ) -> Rounds:
     """Set up a batch of rows, each with its own prompt and sampling parameters."""
-    if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, Integral) or prefill_chunk < 1:
+    if not is_whole(prefill_chunk) or prefill_chunk < 1:
         raise RequestError(f"prefill_chunk must be a whole number of at least 1, not {prefill_chunk!r}")
     drafter = as_drafter(draft)
     outputs = [new_output(model, tokenizer, max_tokens, stop) for _ in prompts]
@@ -250,7 +249,7 @@ def choose_block(drafter: Drafter, block_size: int | None) -> int:
     """
     if block_size is None:
         return drafter.block_size
-    if isinstance(block_size, bool) or not isinstance(block_size, Integral) or block_size < 2:
+    if not is_whole(block_size) or block_size < 2:
         raise RequestError(
             f"block_size must be a whole number of at least 2 (the pending token and one draft), not {block_size!r}; "
             "for plain decoding pass draft=None"

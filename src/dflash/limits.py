@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Integral
 
 from dflash.errors import RequestError
+from dflash.sampling import is_whole
 from dflash.text import Detokenizer, StopScanner
 
 
@@ -37,7 +37,7 @@ class Output:
         Raises:
             RequestError: ``max_tokens`` is not a positive whole number, or a stop string is empty.
         """
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, Integral) or max_tokens < 1:
+        if not is_whole(max_tokens) or max_tokens < 1:
             raise RequestError(f"max_tokens must be a whole number of at least 1, not {max_tokens!r}")
         self.tokens: list[int] = []
         self.finish_reason: str | None = None

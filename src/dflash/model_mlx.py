@@ -22,8 +22,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from dflash import stream_generate as _stream_generate
 from dflash.backends.mlx import load as backend
 from dflash.backends.mlx.draft import DFlashDraftModel
+from dflash.backends.mlx.sampler import Processor, Sampler
 from dflash.backends.mlx.target import MlxTarget
-from dflash.backends.mlx.verify import Processor, Sampler
 from dflash.decode import PREFILL_CHUNK
 from dflash.errors import RequestError
 from dflash.generate import DraftLike, Response

@@ -74,6 +74,11 @@ class SamplingParams:
         return self.greedy and self.repetition_penalty == 1.0 and not self.logit_bias
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number, Python's own or numpy's."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _in_range(name: str, value: Any, low: float, high: float, hint: str, open_low: bool = False) -> float:
     number = _number(value)
     if number is None or not low <= number <= high or (open_low and number == low):
@@ -83,7 +88,7 @@ def _in_range(name: str, value: Any, low: float, high: float, hint: str, open_lo
 
 
 def _whole(name: str, value: Any, range_: str, high: float = math.inf) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= value <= high:
+    if not is_whole(value) or not 0 <= value <= high:
         raise RequestError(f"{name} must be a whole number {range_}, not {value!r}")
     return int(value)
 
@@ -93,7 +98,7 @@ def _biases(given: Any) -> dict[int, float]:
         raise RequestError(f"logit_bias must map token ids to numbers, not be {given!r}")
     biases = {}
     for token, bias in given.items():
-        if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
+        if not is_whole(token) or token < 0:
             raise RequestError(f"logit_bias maps token ids (whole numbers) to numbers; {token!r} is no token id")
         number = -math.inf if isinstance(bias, Real) and bias == -math.inf else _number(bias)
         if number is None:

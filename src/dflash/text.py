@@ -212,7 +212,7 @@ def text_of(tokenizer: Any) -> Callable[[list[int]], str]:
 
 
 def byte_tokens(tokenizer: Any) -> dict[int, int]:
-    """Ids of the tokens ``<0x00>`` to ``<0xFF>`` -> their bytes, of a decoder that reads them so; empty for any other."""
+    """Ids of the tokens ``<0x00>`` to ``<0xFF>`` -> their bytes; empty where the decoder does not read them so."""
     core = _core(tokenizer)
     if core is None or "ByteFallback" not in str(core.decoder):
         return {}

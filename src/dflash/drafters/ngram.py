@@ -8,11 +8,10 @@ cost the same however long the text has become.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 
 from dflash.errors import RequestError
 from dflash.protocols import NOTHING, Features, Proposal, Target
-from dflash.sampling import SamplingParams
+from dflash.sampling import SamplingParams, is_whole
 
 
 class NGramDrafter:
@@ -27,12 +26,12 @@ class NGramDrafter:
     taps: tuple[int, ...] = ()
 
     def __init__(self, block_size: int = 8, max_ngram: int = 4, min_ngram: int = 2) -> None:
-        if not _whole(block_size) or block_size < 2:
+        if not is_whole(block_size) or block_size < 2:
             raise RequestError(
                 f"block_size must be a whole number of at least 2, not {block_size!r}; "
                 "for plain decoding pass draft=None"
             )
-        if not (_whole(min_ngram) and _whole(max_ngram) and 1 <= min_ngram <= max_ngram):
+        if not (is_whole(min_ngram) and is_whole(max_ngram) and 1 <= min_ngram <= max_ngram):
             raise RequestError(f"n-gram lengths must satisfy 1 <= min <= max, not {min_ngram!r} and {max_ngram!r}")
         self.block_size = block_size
         self.sizes = range(max_ngram, min_ngram - 1, -1)
@@ -108,10 +107,6 @@ class _History:
         while len(found) < room:
             found.append(found[len(found) - (len(self.tokens) + 1 - end)])
         return found
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def padded(found: list[list[int]], pending: list[int]) -> Proposal:

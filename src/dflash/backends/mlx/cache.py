@@ -10,6 +10,9 @@ The model's own code runs unchanged; it is handed these objects in place of mlx-
   no trimming.
 - Recurrent (GatedDeltaNet, Mamba-2, short convolution): the states before a block are kept by reference,
   verification records what the module read, and ``keep`` runs the module's own code over the kept prefix.
+
+What outlives a round is set going before the round ends (``async_eval``): the next one may run in another thread, and
+what one thread leaves unevaluated, another has no stream for.
 """
 
 from __future__ import annotations
@@ -148,6 +151,7 @@ class AttentionCache:
         """Keep only these rows."""
         self._keys = tuple(part[rows] for part in self._keys)
         self._values = tuple(part[rows] for part in self._values)
+        mx.async_eval(self.arrays)
 
     def _write(self, store: tuple[mx.array, ...], new: tuple[mx.array, ...], used: int) -> tuple[mx.array, ...]:
         store = store or tuple(mx.zeros((*part.shape[:2], 0, part.shape[3]), part.dtype) for part in new)

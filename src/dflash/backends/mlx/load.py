@@ -52,8 +52,9 @@ def load(
     chosen = _dtype(dtype, None)
     if chosen is not None:
         cast(model, chosen)
-    # Before anything else: what one thread leaves unevaluated, another has no stream for.
-    mx.eval(model.parameters())
+    # Before anything else, and all of it, rotary tables too, which are no parameters: what one thread leaves
+    # unevaluated, another has no stream for.
+    mx.eval(model)
     with _blaming(place.name, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     repair_decoder(tokenizer)
@@ -127,7 +128,7 @@ def load_draft(
     draft.load_weights(list(tensors.items()))
     if bits is not None:
         _quantize(draft, bits)
-    mx.eval(draft.parameters())
+    mx.eval(draft)
     draft.eval()
     return draft
 

@@ -14,8 +14,9 @@ import mlx.core as mx
 from mlx import nn
 
 from dflash.backends.mlx.architectures import Anatomy, context_length, dissect, eos_ids
+from dflash.backends.mlx.sampler import Processor, Sampler, SamplerVerifier
 from dflash.backends.mlx.seams import reader
-from dflash.backends.mlx.verify import MlxVerifier, Processor, Sampler, SamplerVerifier, drafted_tokens
+from dflash.backends.mlx.verify import MlxVerifier, drafted_tokens
 from dflash.backends.rows import RowByRow
 from dflash.errors import RequestError, UnsupportedTarget
 from dflash.memory import process_peak
@@ -200,6 +201,7 @@ class MlxSession:
     def keep(self, counts: list[int], width: int) -> Features:
         """See ``protocols.Round``."""
         self.cache.keep(counts, width)
+        mx.async_eval(self.cache.arrays)  # a recurrent layer's states, of which nothing was read yet
         self._since_cleared += max(counts)
         if self._since_cleared >= CLEAR_EVERY:
             self._since_cleared = 0

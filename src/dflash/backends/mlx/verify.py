@@ -12,7 +12,7 @@ request's own generator. All rows are computed at once, lazily; a round is evalu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -23,10 +23,6 @@ from dflash.protocols import Proposal, Verdict
 from dflash.sampling import SamplingParams
 
 VERIFICATIONS = ("match", "rejection")
-Sampler = Callable[[mx.array], mx.array]
-"""mlx-lm's: log-probabilities [1, vocab] -> token [1]."""
-Processor = Callable[[mx.array, mx.array], mx.array]
-"""mlx-lm's: (tokens so far [n], scores [1, vocab]) -> scores [1, vocab]."""
 
 
 class MlxVerifier:
@@ -77,6 +73,7 @@ class MlxVerifier:
                 self.noise[row].advance(len(new))
             if self._seen is not None:
                 self._seen[row, mx.array(new)] = True
+        self._settle()
         return verdict
 
     def select(self, rows: list[int]) -> None:
@@ -85,6 +82,12 @@ class MlxVerifier:
         self.processors.select(rows)
         if self._seen is not None:
             self._seen = self._seen[mx.array(rows)]
+        self._settle()
+
+    def _settle(self) -> None:
+        """Set going what outlives the round: the next one may run in another thread (see ``cache``)."""
+        if self._seen is not None:
+            mx.async_eval(self._seen)
 
     def _prefixes(self, drafted: mx.array) -> mx.array | None:
         """Bool [rows, K + 1, vocab]: the tokens before each position, if the drafted ones before it stand."""
@@ -108,47 +111,6 @@ class MlxVerifier:
             return own, accepted
         tokens, count = reject(mx.softmax(warped, axis=-1), drafted, q, keys, uniforms)
         return mx.where(greedy, own, tokens), mx.where(greedy[:, 0], accepted, count)
-
-
-class SamplerVerifier:
-    """Verifies one row with a sampler and processors of mlx-lm's, called as mlx-lm calls them, token by token.
-
-    The target's own token is drawn at each position with the drafted prefix; drafts stand while they are what was
-    drawn. mlx's global random state is put back to where it was after the last token that counts, so a seeded
-    answer is the one mlx-lm itself gives.
-    """
-
-    def __init__(self, sampler: Sampler, processors: Sequence[Processor], prompt: Sequence[int]) -> None:
-        self.sampler = sampler
-        self.processors = processors
-        self.history = list(prompt)
-
-    def __call__(self, proposal: Proposal, scores: mx.array) -> Verdict:
-        """See ``protocols.Verifier``.
-
-        Raises:
-            NonFiniteScores: the scores of the first position hold NaN.
-        """
-        drafted = drafted_tokens(proposal, 1)
-        tokens = mx.concatenate([mx.array(self.history), drafted[0]])
-        random_state: Any = mx.random.state
-        own, states = [], [random_state[0]]
-        for i in range(scores.shape[1]):
-            logits = scores[:, i]
-            for processor in self.processors:
-                logits = processor(tokens[: len(self.history) + i], logits)
-            own.append(self.sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True)))
-            states.append(random_state[0])
-        chosen = mx.stack(own, axis=1).astype(mx.int32)
-        nan = mx.isnan(scores).any(axis=-1)
-        lines, state = read_lines_and_state(chosen, agreeing(chosen, drafted), nan, mx.stack(states))
-        mx.random.seed(state)
-        verdict = _verdict(lines)
-        self.history += verdict.tokens[0]
-        return verdict
-
-    def select(self, rows: list[int]) -> None:
-        """There is only one row."""
 
 
 class Processors:
@@ -178,6 +140,8 @@ class Processors:
         self._top_p, self._min_p = _column([row.top_p for row in rows]), _column([row.min_p for row in rows])
         self._top_k = mx.array([min(row.top_k or self.vocab_size, self.vocab_size) for row in rows])[:, None, None]
         self._bias = self._biases() if any(row.logit_bias for row in rows) else None
+        # They outlive the round, and the next one may run in another thread (see ``cache``).
+        mx.async_eval(self.greedy, self._temperature, self._penalty, self._top_p, self._min_p, self._top_k)
 
     def _biases(self) -> mx.array:
         """[rows, 1, vocab]"""
@@ -325,41 +289,24 @@ def read_verdict(chosen: mx.array, accepted: mx.array, nan: mx.array, banned: mx
     Raises:
         NonFiniteScores, RequestError: where ``nan`` or ``banned`` [rows, K + 1] say so of a row's first position.
     """
-    accepted = _before_faults(accepted, nan | banned)
+    accepted = before_faults(accepted, nan | banned)
     columns = [chosen, accepted[:, None], nan[:, :1], banned[:, :1]]
-    return _verdict(_evaluated(mx.concatenate([column.astype(mx.int32) for column in columns], axis=1)))
+    return verdict_of(evaluated(mx.concatenate([column.astype(mx.int32) for column in columns], axis=1)))
 
 
-def read_lines_and_state(
-    chosen: mx.array, accepted: mx.array, nan: mx.array, states: mx.array
-) -> tuple[list[list[int]], int]:
-    """What ``_verdict`` reads of one row, and the seed of the random state behind the last token that counts.
-
-    Args:
-        states: [K + 2, 2], the random state before the first position and behind each. Where the first is NaN nothing
-            was drawn: the same position may be asked about again.
-    """
-    accepted = _before_faults(accepted, nan)
-    state = mx.take(states, mx.where(nan[:, 0], 0, accepted + 1), axis=0).view(mx.int32)
-    columns = [chosen, accepted[:, None], nan[:, :1], mx.zeros_like(accepted)[:, None], state]
-    line = _evaluated(mx.concatenate([column.astype(mx.int32) for column in columns], axis=1))[0]
-    high, low = (number % 2**32 for number in line[-2:])
-    return [line[:-2]], high << 32 | low
-
-
-def _before_faults(accepted: mx.array, fault: mx.array) -> mx.array:
+def before_faults(accepted: mx.array, fault: mx.array) -> mx.array:
     """[rows] accepted counts of blocks that end before their first fault, a bool [rows, K + 1]."""
     return mx.minimum(accepted, mx.maximum(_leading(~fault) - 1, 0))
 
 
-def _evaluated(summary: mx.array) -> list[list[int]]:
+def evaluated(summary: mx.array) -> list[list[int]]:
     """The one host sync of a round."""
     mx.eval(summary)
     lines: Any = summary.tolist()
     return lines
 
 
-def _verdict(lines: list[list[int]]) -> Verdict:
+def verdict_of(lines: list[list[int]]) -> Verdict:
     if any(line[-2] for line in lines):
         raise NonFiniteScores(
             "the target's scores are not numbers (NaN): try dtype float32 or bfloat16, and check its weights"
