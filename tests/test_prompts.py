@@ -125,6 +125,7 @@ def test_what_is_no_file_is_told(tmp_path: Path) -> None:
         ("none.jsonl", "does not exist"),
         ("none.parquet", "does not exist"),
         ("none", "does not exist"),
+        ("../none", "does not exist"),
         ("x" * 5000 + ".jsonl", "does not exist"),
     ):
         for read in (read_prompts, read_file, lambda one: datasets.read(str(one))):
