@@ -448,6 +448,14 @@ def test_a_question_of_a_file_is_verified_with_its_system_message(
     assert told["acceptance_length"] == own.acceptance_length != bare.acceptance_length
 
 
+def test_rows_of_a_file_that_are_left_out_are_told(run: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    file.write_text('{"prompt": "x"}\n' * 10 + '{"prompt": "x", "tools": [{"name": "f"}]}\n')
+    result = run("verify", "--prompts", file, "--max-new-tokens", "2", "--drafter", "ngram", "--json")
+    assert len(json.loads(result.stdout)["prompts"]) == 10
+    assert "skipped: 1 rows: 'tools', which cannot be handed on to the target" in result.stderr
+
+
 @pytest.mark.parametrize(
     "command",
     [
