@@ -180,6 +180,15 @@ def test_tables_as_datasets_itself_reads_them(tmp_path: Path) -> None:
         read_prompts(folder / "torn.parquet")
 
 
+@pytest.mark.parametrize("name", ["p.txt", "p", "p.dat"])
+def test_a_torn_line_does_not_make_prompts_of_json(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(LINES * 10 + b'{"turns": ["a"\n')
+    read = read_prompts(file)
+    assert [one.turns for one in read.conversations] == WANTED * 10
+    assert read.skipped == {"not JSON": 1}
+
+
 # --- rows -------------------------------------------------------------------------------------------
 
 

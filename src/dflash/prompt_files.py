@@ -21,6 +21,9 @@ from typing import Any
 from dflash import jsontext
 from dflash.errors import RequestError
 
+MAX_SKIPPED = 0.1
+"""Share of malformed rows above which a file is taken for another format."""
+
 JSON = (".jsonl", ".ndjson", ".jsonlines", ".json")
 TEXT = (".txt", ".text", "")
 """Endings of files that may hold a prompt a line: any text would do as one, so other names are refused."""
@@ -189,7 +192,8 @@ def _json_or_lines(file: Path, text: str) -> Iterator[Row]:
         whole = _whole(text, suffix)
         if whole is not None:
             return _numbered(iter(whole))
-    if suffix in JSON or all(_is_object(line) for _, line in lines):
+    objects = sum(_is_object(line) for _, line in lines) if suffix in TEXT else 0
+    if suffix in JSON or objects >= (1 - MAX_SKIPPED) * len(lines):  # a torn line makes no prompts of all the others
         return (_json_row(index, line) for index, line in lines)
     if suffix in TEXT:
         return (Row(index, f"line {index + 1}", {"prompt": line.strip()}) for index, line in lines)
