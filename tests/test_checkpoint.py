@@ -186,6 +186,7 @@ BROKEN_SHARDS: dict[str, tuple[Edit, str]] = {
     "empty shard": (lambda f: shards(f)[1].write_bytes(b""), "model-00002.* incomplete download"),
     "no index": (lambda f: (f / INDEX).unlink(), "no model.safetensors.index.json.* incomplete download"),
     "index that is no JSON": (lambda f: (f / INDEX).write_text('{"weight_map":'), "not a valid index"),
+    "index that is nested deeply": (lambda f: (f / INDEX).write_text("[" * 100_000), "not a valid index"),
     "index that is no text": (lambda f: (f / INDEX).write_bytes(b"\xff\xfe"), "not a valid index"),
     "index without a map": (lambda f: (f / INDEX).write_text("{}"), "not a valid index"),
     "index that is a list": (lambda f: (f / INDEX).write_text("[]"), "not a valid index"),
@@ -324,6 +325,18 @@ def test_file_in_place_of_a_folder_is_refused(folder: Path) -> None:
         dflash.load_draft(folder / WEIGHTS)
     with pytest.raises(ModelNotFound, match=r"no \.gguf"):
         dflash.load(folder / WEIGHTS)
+
+
+@pytest.mark.parametrize("name", ["", " ", "\t\n", Path(""), Path(".")], ids=repr)
+@pytest.mark.parametrize("load", [dflash.load, dflash.load_draft])
+def test_an_empty_name_is_not_the_current_folder(
+    load: Any, name: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a variable that is not set, in the very folder of a draft. ``Path("")`` is ``Path(".")``."""
+    monkeypatch.chdir(folder)
+    with pytest.raises(ModelNotFound, match=r"^the name of the (model|draft) is empty"):
+        load(name)
+    assert dflash.load_draft(".").config == dflash.load_draft(folder).config  # type: ignore[attr-defined]
 
 
 def test_folder_without_a_config_is_refused(tmp_path: Path) -> None:

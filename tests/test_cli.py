@@ -134,6 +134,8 @@ def test_interrupted_it_ends_quietly(run: Callable[..., Any], monkeypatch: pytes
         (["generate", "--prompt", ""], "the prompt is empty"),
         (["generate"], "the prompt is empty"),
         (["generate", "--prompt", "caf\udce9"], "not UTF-8"),
+        (["generate", "--prompt", "x", "--model", ""], "the name of the model is empty"),
+        (["generate", "--prompt", "x", "--draft", ""], "the name of the draft is empty"),
         (["verify", "--drafter", "none"], "what the others are compared with"),
         (["verify", "--prompt", "x", "--prompts", "f"], "leave one of them out"),
         (["verify", "--prompts", "/nowhere.jsonl"], "cannot read /nowhere.jsonl"),
@@ -429,6 +431,53 @@ def test_a_malformed_file_names_file_and_line(tmp_path: Path, content: bytes, me
     with pytest.raises(RequestError, match=message) as caught:
         prompts.read_file(file)
     assert str(file) in str(caught.value)
+
+
+def test_a_question_of_a_file_is_verified_with_its_system_message(
+    run: Callable[..., Any], folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "p.jsonl"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
+    file.write_text(json.dumps({"messages": messages}) + "\n")
+    result = run("verify", "--prompts", file, "--max-new-tokens", "24", "--drafter", "ngram", "--json")
+    [told] = json.loads(result.stdout)["prompts"]
+    assert (told["prompt"], told["opening"]) == (PROMPT, messages[:1])
+    target = dflash.load(folder)
+    own = dflash.generate(target, "ngram", target.tokenizer, messages, max_tokens=24)
+    bare = dflash.generate(target, "ngram", target.tokenizer, messages[1:], max_tokens=24)
+    assert told["acceptance_length"] == own.acceptance_length != bare.acceptance_length
+
+
+def test_rows_of_a_file_that_are_left_out_are_told(run: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "p.txt"
+    file.write_text('{"prompt": "x"}\n' * 10 + '{"prompt": "x", "tools": [{"name": "f"}]}\n')
+    result = run("verify", "--prompts", file, "--max-new-tokens", "2", "--drafter", "ngram", "--json")
+    assert len(json.loads(result.stdout)["prompts"]) == 10
+    assert "skipped: 1 rows: 'tools', which cannot be handed on to the target" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["verify", "--prompts", ""],
+        ["regenerate", "--data", "p.jsonl", "--output", ""],
+        ["train", "--data", "", "--output", "d", "--steps", "1"],
+        ["train", "--data", "a.jsonl", "--output", " ", "--steps", "1"],
+        ["train", "--data", "a.jsonl", "--output", "d", "--steps", "1", "--cache", ""],
+        ["export", "--draft", "d", "--output", ""],
+        ["benchmark", "--output", ""],
+        ["benchmark", "--compare", "", "b.json"],
+        ["benchmark", "--compare", "a.json", ""],
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_not_the_current_folder(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2 and not list(tmp_path.iterdir())
+    assert "an empty name is no path" in " ".join(result.stderr.replace("│", " ").split())
 
 
 # --- demo -------------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ def test_what_is_no_file_is_told(tmp_path: Path) -> None:
         ("none.jsonl", "does not exist"),
         ("none.parquet", "does not exist"),
         ("none", "does not exist"),
+        ("../none", "does not exist"),
         ("x" * 5000 + ".jsonl", "does not exist"),
     ):
         for read in (read_prompts, read_file, lambda one: datasets.read(str(one))):
@@ -177,6 +178,15 @@ def test_tables_as_datasets_itself_reads_them(tmp_path: Path) -> None:
     (folder / "torn.parquet").write_bytes(b"PAR1 and nothing else")
     with pytest.raises(RequestError, match=r"torn.parquet could not be fetched or read"):
         read_prompts(folder / "torn.parquet")
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p", "p.dat"])
+def test_a_torn_line_does_not_make_prompts_of_json(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(LINES * 10 + b'{"turns": ["a"\n')
+    read = read_prompts(file)
+    assert [one.turns for one in read.conversations] == WANTED * 10
+    assert read.skipped == {"not JSON": 1}
 
 
 # --- rows -------------------------------------------------------------------------------------------

@@ -90,6 +90,10 @@ def test_a_marker_that_is_only_marked_special_shows_rendered_text(with_bos: PreT
         torch.tensor,
         lambda ids: torch.tensor([list(ids)]),
         lambda ids: [torch.tensor(ids)],
+        lambda ids: [np.int64(i) for i in ids],
+        lambda ids: tuple(np.uint16(i) for i in ids),
+        lambda ids: [torch.tensor(i) for i in ids],
+        lambda ids: np.array(ids, dtype=object),
         lambda ids: {"input_ids": list(ids)},
         lambda ids: {"input_ids": torch.tensor([list(ids)]), "attention_mask": torch.ones(1, len(ids))},
     ],
@@ -99,6 +103,12 @@ def test_token_ids_are_taken_as_they_are_in_any_container(shape: Callable[[range
     ids = encode_prompt(tiny.tokenizer(), shape(range(3, 6)))
     assert ids == [3, 4, 5]
     assert all(type(token) is int for token in ids)
+
+
+def test_a_prompt_of_one_token_in_any_number() -> None:
+    for one in (5, np.int64(5), np.uint8(5), torch.tensor(5), np.array(5)):
+        assert encode_prompt(tiny.tokenizer(), [one]) == [5]
+    assert encode_prompt(tiny.tokenizer(), np.array([5])) == encode_prompt(tiny.tokenizer(), torch.tensor([5])) == [5]
 
 
 def test_what_apply_chat_template_returns_is_a_prompt() -> None:
@@ -128,7 +138,15 @@ def test_empty_prompt_is_refused(prompt: Any) -> None:
         torch.tensor(5),
         [1.0, 2.0],
         [True, False],
+        [np.float64(1)],
+        [np.bool_(True)],
+        [torch.tensor(1.0)],
+        [torch.tensor(True)],
+        np.array([1.0, 2.0]),
+        np.array([True]),
+        torch.tensor([True, False]),
         ["a", "b"],
+        [np.str_("a")],
         [1, "a"],
         [1, {"role": "user"}],
         [[1, 2], [3, 4]],
@@ -216,6 +234,65 @@ def test_template_that_fails_is_a_request_error(template: str) -> None:
     tokenizer.chat_template = template
     with pytest.raises(RequestError, match="chat template refuses"):
         encode_prompt(tokenizer, CHAT)
+
+
+class Answering:
+    """A tokenizer whose template, in Python of its own, gives or raises what it likes."""
+
+    chat_template = "its own"
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        if isinstance(self._given, BaseException):
+            raise self._given
+        return self._given
+
+
+@pytest.mark.parametrize("given", [[3, 4], (3, 4), [[3, 4]], np.array([3, 4]), {"input_ids": torch.tensor([[3, 4]])}])
+def test_a_template_may_give_its_ids_in_any_container(given: Any) -> None:
+    assert encode_prompt(Answering(given), CHAT) == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        5,
+        "text",
+        b"text",
+        [],
+        {},
+        {"input_ids": None},
+        {"input_ids": []},
+        [None],
+        ["a"],
+        [1.0],
+        [True],
+        [[1], [2]],
+    ],
+    ids=str,
+)
+def test_a_template_that_gives_no_ids_is_one_sentence(given: Any) -> None:
+    with pytest.raises(RequestError, match=r"^the chat template gives no token ids") as caught:
+        encode_prompt(Answering(given), CHAT)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("a\nb"), KeyError("role"), IndexError(), AttributeError("x"), RecursionError("deep"),
+        RuntimeError("x"),
+        NotImplementedError(), AssertionError("roles"), UnicodeEncodeError("utf-8", "\ud83d", 0, 1, "half"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_whatever_a_template_raises_is_one_sentence(error: Exception) -> None:
+    with pytest.raises(RequestError, match=r"^the chat template refuses these messages: \S") as caught:
+        encode_prompt(Answering(error), CHAT)
+    assert "\n" not in str(caught.value)
 
 
 # --- decoders ---------------------------------------------------------------------------------------

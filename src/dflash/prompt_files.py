@@ -21,15 +21,21 @@ from typing import Any
 from dflash import jsontext
 from dflash.errors import RequestError
 
+MAX_SKIPPED = 0.1
+"""Share of malformed rows above which a file is taken for another format."""
+
 JSON = (".jsonl", ".ndjson", ".jsonlines", ".json")
 TEXT = (".txt", ".text", "")
+"""Endings of files that may hold a prompt a line: any text would do as one, so other names are refused."""
 CELLS = {".csv": ",", ".tsv": "\t"}
+"""Endings of tables of text, and what stands between their cells."""
 TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 """What the files begin with that ``datasets`` reads, and its names for them."""
 
+_ENDINGS = {*JSON, *TEXT, *CELLS, ".parquet", ".arrow"} - {""}
 _GZIP = b"\x1f\x8b"
 _BINARY = re.compile(r"[\x00-\x08\x0e-\x1a]")
-_ON_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_ON_THE_HUB = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _EXPECTED = (
     "give JSON (an object a line, or one array), text lines (.txt), .csv, .tsv, any of these packed with gzip, "
     ".parquet or .arrow"
@@ -70,7 +76,7 @@ def rows(data: str | Path, split: str = "train") -> Iterator[Row]:
     file = Path(os.path.expanduser(name))
     if check_file(file):
         return _rows_of_file(file)
-    if not _ON_THE_HUB.fullmatch(name) or _suffix(file) in (*JSON, *TEXT[:-1], *CELLS, ".parquet", ".arrow", ".gz"):
+    if not _ON_THE_HUB.fullmatch(name) or _suffix(file) in _ENDINGS:
         raise RequestError(f"cannot read {name}: it does not exist")
     return _numbered(hub_rows(f"{name}, which is no file here but may be a data set,", name, None, split))
 
@@ -111,7 +117,7 @@ def hub_rows(what: str, repository: str, config: str | None, split: str) -> Iter
 def _loaded(what: str, *arguments: Any, **options: Any) -> Iterator[Any]:
     """What ``datasets.load_dataset`` gives, row by row."""
     if importlib.util.find_spec("datasets") is None:
-        raise RequestError(f"{what} cannot be read: the package datasets is not installed: pip install datasets")
+        raise RequestError(f"{what} cannot be read, for the package datasets is not installed: pip install datasets")
     import datasets
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -186,7 +192,8 @@ def _json_or_lines(file: Path, text: str) -> Iterator[Row]:
         whole = _whole(text, suffix)
         if whole is not None:
             return _numbered(iter(whole))
-    if suffix in JSON or all(_is_object(line) for _, line in lines):
+    objects = sum(_is_object(line) for _, line in lines) if suffix in TEXT else 0
+    if suffix in JSON or objects >= (1 - MAX_SKIPPED) * len(lines):  # a torn line makes no prompts of all the others
         return (_json_row(index, line) for index, line in lines)
     if suffix in TEXT:
         return (Row(index, f"line {index + 1}", {"prompt": line.strip()}) for index, line in lines)

@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dflash.errors import RequestError
-from dflash.prompt_files import rows, source_of
+from dflash.prompt_files import MAX_SKIPPED, rows, source_of
 from dflash.text import is_unicode, plain_message
-
-MAX_SKIPPED = 0.1
-"""Share of malformed rows above which a file is taken for another format."""
 
 Opening: TypeAlias = tuple[dict[str, str], ...]
 """Chat messages ahead of the first question, each with a ``role`` (system or developer) and a ``content``."""

@@ -129,17 +129,18 @@ def _encode_messages(tokenizer: Any, messages: Sequence[Message], enable_thinkin
     except (jinja2.TemplateError, *_WHAT_TEMPLATES_RAISE) as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise RequestError(f"the chat template refuses these messages: {why}") from error
-    if isinstance(encoded, Mapping):
-        encoded = encoded.get("input_ids")
-    if isinstance(encoded, str) or not isinstance(encoded, (Sequence, TokenArray)):
-        raise RequestError(f"the chat template gives no token ids for these messages, but {type(encoded).__name__}")
-    ids = _items(encoded)
+    try:
+        ids = _items(encoded)
+    except RequestError as error:
+        raise RequestError(f"the chat template gives no token ids, but {type(encoded).__name__}") from error
     if not ids or not all(_is_id(token) for token in ids):
-        raise RequestError("the chat template makes no token ids of these messages")
+        raise RequestError("the chat template gives no token ids for these messages")
     return [int(token) for token in ids]
 
 
-_WHAT_TEMPLATES_RAISE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError)
+_WHAT_TEMPLATES_RAISE = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
 """Besides jinja's own errors: templates, and tokenizers written in Python, compute with whatever they find."""
 
 

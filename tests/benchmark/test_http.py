@@ -40,6 +40,19 @@ def converse(server: Server, *talks: Talk) -> dict[int, list[Any]]:
     return dict(server.converse(talks))
 
 
+def test_a_server_gets_the_system_message_of_a_row(served: tuple[str, State], tmp_path: Path) -> None:
+    url, state = served
+    file = tmp_path / "chats.jsonl"
+    chat = [("system", "Be brief."), ("user", "one"), ("assistant", "not this"), ("user", "two")]
+    file.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in chat]}) + "\n")
+    command = ["benchmark", "--backend", "openai", "--base-url", url, "--dataset", str(file), "--max-new-tokens", "4"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    asked = [[(m["role"], m["content"]) for m in body["messages"]] for body in state.asked][-2:]
+    assert asked[0] == chat[:2]
+    assert [asked[1][0], asked[1][1], asked[1][3]] == [chat[0], chat[1], chat[3]] and asked[1][2][1] != "not this"
+
+
 def test_a_server_benchmarked_from_the_command_line(
     served: tuple[str, State], target: TorchTarget, tmp_path: Path
 ) -> None:

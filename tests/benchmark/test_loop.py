@@ -11,7 +11,7 @@ from fakesystem import FakeClock, TickingDrafter, TickingTarget
 
 import tiny
 from dflash.backends.torch.target import TorchTarget
-from dflash.benchmark.answers import Record, Round, Split
+from dflash.benchmark.answers import Record, Round, Split, digest
 from dflash.benchmark.datasets import Dataset
 from dflash.benchmark.figures import figures
 from dflash.benchmark.identity import partings
@@ -291,6 +291,35 @@ def test_mlx_lm_is_one_more_small_class(target: TorchTarget, monkeypatch: pytest
     told = records(MlxGenerate("mlx-lm", target, Asking(max_new_tokens=3), clock), "hello")[0].answer
     assert (told.tokens, told.first, told.seconds, told.finish) == ((5, 6, 7), 2.0, 6.0, "length")
     assert told.rounds == (Round(1, 0, 0),) * 2 and asked["sampler"] == (0.0, 1.0, 0)
+
+
+def test_conversations_open_as_their_rows_do(target: TorchTarget) -> None:
+    """And an answer that parts is found to its prompt again."""
+    asking = Asking(max_new_tokens=6)
+    opening = ({"role": "system", "content": "Be brief."}, {"role": "developer", "content": "In verse."})
+    data = Dataset("set", "here", {4: ("one", "two"), 5: ("one",)}, openings={4: opening})
+    journal = Journal(None, {}, Share())
+    Run([data], [Loop("plain", target, NoDrafter(), asking), Loop("ngram", target, NGramDrafter(), asking)])(
+        journal, lambda done, total, figures: None
+    )
+    first, second = (r.answer for r in journal.records if r.system == "plain" and r.prompt == 4)
+    messages = [*opening, {"role": "user", "content": "one"}]
+    assert first.prompt_digest == digest(encode(target.tokenizer, messages, asking))
+    messages += [{"role": "assistant", "content": final_text(first.text)}, {"role": "user", "content": "two"}]
+    assert second.prompt_digest == digest(encode(target.tokenizer, messages, asking))
+    [other] = [r.answer for r in journal.records if r.system == "plain" and r.prompt == 5]
+    assert other.prompt_digest != first.prompt_digest
+    bare = replace(data, openings={})
+    assert data.describe() != bare.describe()
+    assert bare.describe()["digest"] == digest(sorted(data.talks.items())), "runs of earlier versions go on"
+
+    wrong = next(r for r in journal.records if r.system == "ngram" and r.turn == 1)
+    tokens = wrong.answer.tokens
+    assert tokens is not None
+    other_tokens = (*tokens[:3], (tokens[3] + 1) % 200, *tokens[4:])
+    parted = [replace(r, answer=replace(r.answer, tokens=other_tokens)) if r is wrong else r for r in journal.records]
+    [found] = partings(parted, "plain", ["ngram"], [data], target, "float32", asking)
+    assert found.difference is not None, "its prompt came out as it was"
 
 
 # --- where answers part -----------------------------------------------------------------------------

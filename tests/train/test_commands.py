@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,22 @@ def test_a_draft_is_trained_resumed_and_used(answers: Path, target_folder: Path,
     assert [record["step"] for record in steps if "measured" in record] == [3, 6]
 
 
+def test_system_messages_and_packed_files_from_the_command_line(target_folder: Path, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.NDJSON.gz", tmp_path / "answers.jsonl"
+    system = {"role": "system", "content": "Be brief."}
+    rows = [
+        {"messages": [system, {"role": "user", "content": "one"}]},
+        {"conversations": [{"from": "human", "value": "two"}]},
+    ]
+    prompts.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    command = ["regenerate", "--model", target_folder, "--data", prompts, "--output", output, "--max-new-tokens", 4]
+    run(*command)
+    by_id = {record["id"]: record["messages"] for record in read_answers(output)}
+    assert by_id == {"0.0": rows[0]["messages"], "1.0": [{"role": "user", "content": "two"}]}
+    run(*command)
+    assert len(read_answers(output)) == 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -103,6 +120,7 @@ def test_a_draft_is_trained_resumed_and_used(answers: Path, target_folder: Path,
         (["--seed", str(2**70)], "seed must be a whole number of 64 bits"),
         (["--loss", "0*ce"], "nothing would be learned"),
         (["--start", "nowhere/at/all"], "does not exist"),
+        (["--start", ""], "the draft to start from has an empty name"),
         (["--sliding-layers", "5"], "cannot be sliding"),
     ],
 )

@@ -22,7 +22,7 @@ from dflash.limits import Output
 from dflash.sampling import SamplingParams
 from dflash.train import checkpoint
 from dflash.train.data import Plan
-from dflash.train.loop import read_log
+from dflash.train.loop import RUN, config_of_run, read_log
 from dflash.train.start import check_mask_token, default_mask_token, default_taps, draft_config, initialise
 
 
@@ -116,9 +116,21 @@ def test_a_log_that_a_kill_tore_does_not_keep_a_run_from_going_on(tmp_path: Path
     train = corpora.answers(target, 5)
     corpora.trainer(target, train, tmp_path).run(until=4, log_every=1, save_every=4)
     with (tmp_path / "log.jsonl").open("a") as log:
-        log.write('{"step": 4, "seconds": {"data": 1}')
+        log.write("[" * 100_000 + '\n{"step": 4, "seconds": {"data": 1}')
     corpora.trainer(target, train, tmp_path, resume=True).run(log_every=1)
     assert [r["step"] for r in read_log(tmp_path / "log.jsonl") if "loss" in r] == list(range(1, 9))
+
+
+def test_a_run_whose_beginning_cannot_be_read_is_told(tmp_path: Path) -> None:
+    target = tiny.target("qwen3")
+    train = corpora.answers(target, 5)
+    corpora.trainer(target, train, tmp_path).run(until=4, save_every=4)
+    for content in ("", "{", "[]", "[" * 100_000):
+        (tmp_path / RUN).write_text(content)
+        with pytest.raises(ValueError, match="does not say what the run was begun with"):
+            corpora.trainer(target, train, tmp_path, resume=True)
+        with pytest.raises(ValueError, match="does not say which draft the run makes"):
+            config_of_run(tmp_path)
 
 
 def test_only_the_drafts_tensors_change(tmp_path: Path) -> None:

@@ -121,6 +121,51 @@ def test_answers_to_other_prompts_are_not_gone_on_with(target: TorchTarget, tmp_
         regenerate(target, None, [Conversation(0, "a", ("something else",))], file, settings())
 
 
+OPENED = [
+    Conversation(0, "a", ("hello", "and then"), ({"role": "system", "content": "Be brief."},)),
+    Conversation(1, "a", ("hello",)),
+    Conversation(2, "a", ("hello",), ({"role": "developer", "content": "In verse."},)),
+]
+
+
+def test_how_a_conversation_opens_is_answered_kept_and_learned_from(target: TorchTarget, tmp_path: Path) -> None:
+    """The ids that a draft learns from are those that are served."""
+    file = tmp_path / "answers.jsonl"
+    regenerate(target, None, OPENED, file, settings(system="From the command line."), batch_size=2)
+    records = {record["id"]: record for record in read_answers(file)}
+    roles = {name: [(m["role"], m["content"]) for m in record["messages"]][:2] for name, record in records.items()}
+    assert roles == {
+        "0.0": [("system", "Be brief."), ("user", "hello")],
+        "0.1": [("system", "Be brief."), ("user", "hello")],
+        "1.0": [("system", "From the command line."), ("user", "hello")],
+        "2.0": [("developer", "In verse."), ("user", "hello")],
+    }
+    learned = {s.id.rpartition("/")[2]: s for s in read_corpus([file], 0, 200).train}
+    for name, record in records.items():
+        ids = target.tokenizer.apply_chat_template(record["messages"], add_generation_prompt=True, return_dict=True)
+        assert record["prompt_ids"] == ids["input_ids"] == list(learned[name].ids[: learned[name].prompt])
+        assert record["answer_ids"] == dflash.generate(target, None, None, record["messages"], max_tokens=12).tokens
+    before = file.read_bytes()
+    regenerate(target, None, OPENED, file, settings(system="From the command line."))
+    assert file.read_bytes() == before
+
+
+def test_answers_made_without_the_system_message_are_not_gone_on_with(target: TorchTarget, tmp_path: Path) -> None:
+    """Files of earlier versions are, where nothing was dropped."""
+    file = tmp_path / "answers.jsonl"
+    plain = [Conversation(one.index, one.source, one.turns) for one in OPENED]
+    regenerate(target, None, plain, file, settings())
+    regenerate(target, None, [*plain, Conversation(3, "a", ("more",))], file, settings())
+    assert len(read_answers(file)) == 5
+    with pytest.raises(ValueError, match=r"holds an answer to another prompt as 0\.0"):
+        regenerate(target, None, OPENED, file, settings())
+    lines = [{key: value for key, value in record.items() if key != "messages"} for record in read_answers(file)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(read_corpus([file], 0, 200).train) == 5, "what train needs is there"
+    with pytest.raises(ValueError, match=r"holds an answer to another prompt as 0\.0"):
+        regenerate(target, None, plain, file, settings())
+
+
 GOOD = {"id": "0.0", "answer": "x", "prompt_ids": [1, 2, 3], "answer_ids": [4, 5]}
 
 
@@ -132,6 +177,12 @@ def test_what_is_no_answer_is_told_with_its_line(tmp_path: Path, bad: dict[str, 
     file.write_text(json.dumps(GOOD) + "\n" + json.dumps({**GOOD, **bad}) + "\n")
     with pytest.raises(ValueError, match=r"line 2: (not an answer|prompt_ids and answer_ids must be)"):
         read_answers(file)
+    for line in (b"[" * 200_000, b'{"a":' * 200_000):  # whole, and cut off by a kill
+        file.write_bytes(json.dumps(GOOD).encode() + b"\n" + line + b"\n")
+        with pytest.raises(ValueError, match="line 2: not JSON"):
+            read_answers(file)
+        file.write_bytes(json.dumps(GOOD).encode() + b"\n" + line)
+        assert len(read_answers(file)) == 1
     file.write_bytes(json.dumps(GOOD).encode() + b"\n\xff\xfe\n")
     with pytest.raises(ValueError, match="line 2: not JSON"):
         read_answers(file)
@@ -143,6 +194,9 @@ def test_settings_that_cannot_be_read_are_told(target: TorchTarget, tmp_path: Pa
     settings_file(file).write_text('{"model": "ti')
     with pytest.raises(ValueError, match="is not JSON"):
         regenerate(target, None, TALKS, file, settings())
+    settings_file(file).write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="is not JSON"):
+        settings_of(file)
 
 
 def test_other_settings_are_refused(target: TorchTarget, tmp_path: Path) -> None:
@@ -268,3 +322,5 @@ def test_nothing_to_learn_from_is_an_error(tmp_path: Path) -> None:
         read_corpus([file], 0, 100)
     with pytest.raises(ValueError, match="does not exist: make it with dflash regenerate"):
         read_corpus([tmp_path / "none.jsonl"], 0, 100)
+    with pytest.raises(ValueError, match="is a folder"):
+        read_corpus([tmp_path], 0, 100)

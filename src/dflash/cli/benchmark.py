@@ -86,8 +86,9 @@ def benchmark(
         typer.Option(
             metavar="NAME",
             help="gsm8k, math500, humaneval, mbpp, mt-bench or alpaca (from the hub, else the sample that ships; "
-            "gsm8k-sample, humaneval-sample, mt-bench-sample: always the sample), or a JSONL file with 'turns', "
-            "'messages' or 'prompt'. May be repeated. By default five prompts of each sample.",
+            "gsm8k-sample, humaneval-sample, mt-bench-sample: always the sample), or a file of prompts (JSON with "
+            "turns, messages, conversations or prompt, text lines, csv, parquet). May be repeated. By default five "
+            "prompts of each sample.",
             rich_help_panel=_WHAT,
             show_default=False,
         ),

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash.cli import console
 from dflash.errors import RequestError
-from dflash.prompts import Opening, read_prompts
+from dflash.prompts import Opening, Prompts, read_prompts
 from dflash.text import Prompt
 
 
@@ -102,4 +103,12 @@ def read_file(file: Path, limit: int | None = None) -> list[Question]:
     Raises:
         RequestError: as ``read_prompts``.
     """
-    return [Question(one.source, one.turns[0], one.opening) for one in read_prompts(file, limit=limit).conversations]
+    read = read_prompts(file, limit=limit)
+    tell_skipped(read)
+    return [Question(one.source, one.turns[0], one.opening) for one in read.conversations]
+
+
+def tell_skipped(read: Prompts) -> None:
+    """Say which rows were left out, and why."""
+    for reason, count in read.skipped.items():
+        console.say("skipped", f"{count} rows: {reason}", "bold yellow")

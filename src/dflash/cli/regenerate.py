@@ -12,6 +12,7 @@ from dflash.checkpoint import DEFAULT_MODEL
 from dflash.cli import console, options
 from dflash.cli.pair import Wanted, load_pair
 from dflash.cli.progress import meter
+from dflash.cli.prompts import tell_skipped
 from dflash.sampling import SamplingParams
 
 
@@ -52,8 +53,7 @@ def regenerate(
     from dflash.train.regenerate import regenerate as run
 
     prompts = read_prompts(data, split)
-    for reason, count in prompts.skipped.items():
-        console.say("skipped", f"{count} rows: {reason}", "bold yellow")
+    tell_skipped(prompts)
     pair = load_pair(
         Wanted(
             model,
