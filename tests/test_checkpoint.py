@@ -164,6 +164,13 @@ def test_tensors_that_do_not_fit_the_config_are_refused_by_name(folder: Path, wh
     assert "my-draft" in only_line(caught)
 
 
+def test_a_mask_embedding_of_the_drafts_own_is_refused_unopened(folder: Path) -> None:
+    (folder / "mask_embedding.pt").write_bytes(b"a pickle")
+    with pytest.raises(CheckpointError, match=r"my-draft has a mask embedding of its own") as caught:
+        dflash.load_draft(folder)
+    only_line(caught)
+
+
 def index_that(change: Callable[[dict[str, str]], Any]) -> Edit:
     def edit(folder: Path) -> None:
         named = json.loads((folder / INDEX).read_text())["weight_map"]
@@ -414,6 +421,12 @@ def test_only_what_a_target_needs_is_fetched(tmp_path: Path, monkeypatch: pytest
     needed = {"config.json", "model-1.safetensors", INDEX, "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
     others = ["modeling.py", "pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors", "a.gguf"]
     assert fetched(tmp_path, monkeypatch, [*needed, *others]) == needed
+
+
+def test_a_drafts_mask_embedding_is_fetched_to_be_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ["config.json", "model.safetensors", "mask_embedding.pt", "training_state.pt", "dflash.py"]
+    monkeypatch.setattr(checkpoint, "snapshot_download", fake_hub(files, [tmp_path]))
+    assert {path.name for path in locate_draft("some/draft").iterdir()} == set(files[:3])
 
 
 def test_python_is_fetched_only_where_it_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def logits_of(drafting: DFlashDrafting, anchor: int, room: int) -> Tensor:
     """The scores behind a proposal."""
     scores = drafting.block_scores([anchor], room)
     best = scores.argmax(-1)
-    if drafting.draft.config.draft_vocab_size is not None:
+    if "draft_vocab_size" in drafting.draft.config.to_published():
         best = tiny.reduced_ids(drafting.draft.config)[best]
     assert drafting.propose([anchor], room).tokens.tolist() == best.tolist()
     return scores[0]

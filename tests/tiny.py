@@ -282,7 +282,7 @@ def draft(of: TorchTarget, *, seed: int = 0, **overrides: Any) -> DFlashDraftMod
                 parameter.normal_(std=0.3)
             else:
                 parameter.uniform_(0.7, 1.3)
-    if made.d2t is not None:
+    if "draft_vocab_size" in overrides:
         made.d2t.copy_(reduced_ids(made.config) - torch.arange(len(made.d2t)))
     return made.eval().requires_grad_(False)
 

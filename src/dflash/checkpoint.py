@@ -26,6 +26,9 @@ EMBEDDING, HEAD, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
 """Tensors that a draft may come with beside its layers: the target's embedding and head, and for a draft that
 proposes a part of the vocabulary what to add to its own token ids to get the target's."""
 
+MASK_EMBEDDING = "mask_embedding.pt"
+"""A file with an embedding of the mask token that is not the target's. It is fetched to be told of, never opened."""
+
 _INDEX = "model.safetensors.index.json"
 
 
@@ -69,7 +72,7 @@ def locate(id_or_path: str | Path) -> Place:
 
 
 def locate_draft(id_or_path: str | Path, revision: str | None = None) -> Path:
-    """The folder of a draft: shipped for a target's alias, local, or fetched from the hub (json and safetensors only).
+    """The folder of a draft: shipped for a target's alias, local, or fetched from the hub (json and safetensors).
 
     Raises:
         ModelNotFound: neither exists.
@@ -84,7 +87,7 @@ def locate_draft(id_or_path: str | Path, revision: str | None = None) -> Path:
     if path.is_file():
         raise ModelNotFound(f"{path} is a file: give the folder of the draft")
     _refuse_missing_path(str(id_or_path))
-    return _fetch(str(id_or_path), revision, ["*.json", "*.safetensors"])
+    return _fetch(str(id_or_path), revision, ["*.json", "*.safetensors", MASK_EMBEDDING])
 
 
 def shipped_draft(target: str) -> str | None:
@@ -201,6 +204,11 @@ def check_weights(
     Raises:
         CheckpointError: naming what is wrong.
     """
+    if (folder / MASK_EMBEDDING).is_file():
+        raise CheckpointError(
+            f"{folder.name} has a mask embedding of its own ({MASK_EMBEDDING}), which is not known here: use a draft "
+            "that is fed the target's embedding of the mask token"
+        )
     reduced = config.draft_vocab_size is not None
     expected = {**parameters, **({OFFSETS: (config.draft_vocab_size or 0,)} if reduced else {})}
     table = (config.vocab_size, config.hidden_size)

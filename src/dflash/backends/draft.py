@@ -1,4 +1,4 @@
-"""What the drafts of all backends have in common: what they say of themselves, none of what they compute."""
+"""What the drafts of all backends have in common: what they say of themselves, and who sees whom in a layer."""
 
 from __future__ import annotations
 
