@@ -146,8 +146,8 @@ WRONG_TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] =
     ),
     "a layer more": (layer_more, r"has layers\.2\.input_layernorm\.weight"),
     "fused projections": (lambda t: rename(t, "q_proj", "qkv_proj"), "qkv_proj"),
-    "its own embedding": (lambda t: t.update({"embed_tokens.weight": torch.ones(64, 32)}), "embed_tokens"),
-    "its own head": (lambda t: t.update({"lm_head.weight": torch.ones(64, 32)}), "lm_head"),
+    "a misshapen embedding": (lambda t: t.update({"embed_tokens.weight": torch.ones(64, 16)}), "embed_tokens"),
+    "a reduced head": (lambda t: t.update({"lm_head.weight": torch.ones(8, 32)}), r"lm_head.*\[8, 32\].*\[64, 32\]"),
     "its own vocabulary": (lambda t: t.update({"d2t": torch.arange(8), "t2d": torch.ones(8)}), "d2t, t2d"),
     "a misshapen one": (lambda t: t.update({"fc.weight": torch.ones(32, 96)}), r"fc\.weight has shape \[32, 96\]"),
     "a transposed one": (lambda t: t.update({"fc.weight": t["fc.weight"].T.contiguous()}), r"\[64, 32\].*\[32, 64\]"),
@@ -162,6 +162,13 @@ def test_tensors_that_do_not_fit_the_config_are_refused_by_name(folder: Path, wh
     with pytest.raises(CheckpointError, match=named) as caught:
         dflash.load_draft(folder)
     assert "my-draft" in only_line(caught)
+
+
+def test_a_mask_embedding_of_the_drafts_own_is_refused_unopened(folder: Path) -> None:
+    (folder / "mask_embedding.pt").write_bytes(b"a pickle")
+    with pytest.raises(CheckpointError, match=r"my-draft has a mask embedding of its own") as caught:
+        dflash.load_draft(folder)
+    only_line(caught)
 
 
 def index_that(change: Callable[[dict[str, str]], Any]) -> Edit:
@@ -427,6 +434,12 @@ def test_only_what_a_target_needs_is_fetched(tmp_path: Path, monkeypatch: pytest
     needed = {"config.json", "model-1.safetensors", INDEX, "tokenizer.json", "tokenizer.model", "chat_template.jinja"}
     others = ["modeling.py", "pytorch_model.bin", "consolidated.safetensors", "original/model.safetensors", "a.gguf"]
     assert fetched(tmp_path, monkeypatch, [*needed, *others]) == needed
+
+
+def test_a_drafts_mask_embedding_is_fetched_to_be_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = ["config.json", "model.safetensors", "mask_embedding.pt", "training_state.pt", "dflash.py"]
+    monkeypatch.setattr(checkpoint, "snapshot_download", fake_hub(files, [tmp_path]))
+    assert {path.name for path in locate_draft("some/draft").iterdir()} == set(files[:3])
 
 
 def test_python_is_fetched_only_where_it_may_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

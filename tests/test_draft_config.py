@@ -161,6 +161,63 @@ SHAPES: dict[str, tuple[int, int, list[int], int, dict[str, Any]]] = {
 }
 
 
+JETSPEC = changed(  # JetSpec/jetspec-Qwen3.6-35B-A3B
+    changed(drop="rope_theta", rope_parameters={"rope_theta": 10000000, "rope_type": "default"}),
+    dflash_config={"causal_head": True, "mask_token_id": 248070, "target_layer_ids": [1, 10, 19, 28, 37]},
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=8,
+    layer_types=[FULL] * 8,
+    num_key_value_heads=4,
+    num_target_layers=40,
+    vocab_size=248320,
+)
+REDHAT = {  # speculators' layout for a Gemma target: the layers' config says "llama" and is written as a difference
+    "architectures": ["DFlashDraftModel"],
+    "speculators_model_type": "dflash",
+    "dtype": "bfloat16",
+    "aux_hidden_state_layer_ids": [1, 17, 29, 47, 58],
+    "block_size": 8,
+    "mask_token_id": 4,
+    "max_anchors": 3072,
+    "draft_vocab_size": 32000,
+    "target_hidden_size": None,
+    "transformer_layer_config": {
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "max_position_embeddings": 262144,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-06,
+        "vocab_size": 262144,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+}
+MIMO = {  # XiaomiMiMo's draft: learned sinks, scaled values, half-rotated heads
+    "num_anchors": 4096,
+    "loss_decay_gamma": 7.0,
+    "use_swa": True,
+    "swa_window_size": 1024,
+    "block_size": 8,
+    "backbone_rotary_base": 1000000,
+    "attention_value_scale": 0.612,
+    "attention_sink_bias": True,
+}
+
+
+def test_published_drafts_of_other_trainers_are_read_or_refused_for_what_they_need() -> None:
+    jetspec, redhat = DFlashConfig.parse(JETSPEC), DFlashConfig.parse(REDHAT)
+    assert (jetspec.causal, jetspec.rope_theta) == ((True,) * 8, 10000000)
+    assert (redhat.draft_vocab_size, redhat.vocab_size, redhat.causal) == (32000, 262144, (False,) * 5)
+    assert redhat.target_layer_ids == (0, 16, 28, 46, 57)
+    with pytest.raises(ConfigError, match=r"attention_value_scale = 0\.612 in dflash_config"):
+        DFlashConfig.parse(changed(dflash_config={**PUBLISHED["dflash_config"], **MIMO}))
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_published_shape_is_read(name: str) -> None:
     layers, block, taps, target_layers, special = SHAPES[name]

@@ -119,6 +119,22 @@ def test_draft_scores_are_those_of_pytorch(
     np.testing.assert_allclose(have, torch_scores(made, one, taps, steps), atol=3e-4, rtol=1e-3)
 
 
+def test_sliding_window_size_bounds_the_committed_context(tmp_path: Path) -> None:
+    target = tiny_mlx.target("qwen3")
+    folder = tiny.save_draft(tiny.draft(target), tmp_path / "draft")
+    taps = mx.array(np.random.default_rng(0).standard_normal((1, 23, 64)).astype(np.float32))
+
+    def scores(size: int | None, seen: mx.array) -> np.ndarray:
+        drafting = model_mlx.load_draft(folder, size).start(target, GREEDY, "match", 64)
+        drafting.extend([[0] * seen.shape[1]], Features(seen, [seen.shape[1]]))
+        return np.array(drafting.block_scores([7], 7))
+
+    bounded, free = scores(5, taps), scores(None, taps)
+    # Only relative positions matter to rotary attention: the last five alone give the same.
+    np.testing.assert_allclose(bounded, scores(None, taps[:, -5:]), atol=1e-3, rtol=1e-3)
+    assert np.abs(bounded - free).max() > 0.01
+
+
 @pytest.mark.parametrize(
     "rope",
     [

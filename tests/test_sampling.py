@@ -200,6 +200,14 @@ def test_joint_distribution_with_a_dflash_draft(target: Any, tmp_path: Path, ver
     assert p_value(target, draft, PARAMS["all"], verification) > 1e-3
 
 
+@pytest.mark.parametrize("verification", ["match", "rejection"])
+def test_joint_distribution_with_a_draft_of_a_part_of_the_vocabulary(
+    target: Any, tmp_path: Path, verification: str
+) -> None:
+    draft = draft_for(target, tmp_path, block_size=3, mask_token_id=4, draft_vocab_size=3)
+    assert p_value(target, draft, PARAMS["all"], verification) > 1e-3
+
+
 CUT = {"verification": "rejection", "count": 1500, "batch": 1}
 """Rows of a batch share the longest of their blocks: only a single row's is really cut."""
 

@@ -239,6 +239,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
     },
     "causal": {"causal": (True, True)},
     "bias": {"attention_bias": True},
+    "a part of the vocabulary": {"draft_vocab_size": 20},
     "scales": {"input_embedding_scale": 1.7, "output_multiplier": 0.6, "final_logit_softcapping": 3.0},
 }
 """name -> what a draft's config has beside the common part."""
@@ -266,6 +267,11 @@ def draft_config(of: TorchTarget, **overrides: Any) -> DFlashConfig:
     return DFlashConfig(**{**fields, **overrides})
 
 
+def reduced_ids(config: DFlashConfig) -> torch.Tensor:
+    """The target's ids of the tokens that such a draft can propose, in no order."""
+    return (7 * torch.arange(config.draft_vocab_size) + 3) % config.vocab_size
+
+
 def draft(of: TorchTarget, *, seed: int = 0, **overrides: Any) -> DFlashDraftModel:
     """A draft with random weights."""
     torch.manual_seed(seed)
@@ -276,6 +282,8 @@ def draft(of: TorchTarget, *, seed: int = 0, **overrides: Any) -> DFlashDraftMod
                 parameter.normal_(std=0.3)
             else:
                 parameter.uniform_(0.7, 1.3)
+    if "draft_vocab_size" in overrides:
+        made.d2t.copy_(reduced_ids(made.config) - torch.arange(len(made.d2t)))
     return made.eval().requires_grad_(False)
 
 

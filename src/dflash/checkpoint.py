@@ -7,11 +7,13 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
 from dflash import jsontext
+from dflash.draft_config import DFlashConfig
 from dflash.errors import CheckpointError, ModelNotFound
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -19,6 +21,13 @@ DEFAULT_MODEL = "smollm2-135m"
 
 DRAFTS = Path(__file__).parent / "drafts"
 """Drafts that come with this package, each in a folder named by its target's alias."""
+
+EMBEDDING, HEAD, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
+"""Tensors that a draft may come with beside its layers: the target's embedding and head, and for a draft that
+proposes a part of the vocabulary what to add to its own token ids to get the target's."""
+
+MASK_EMBEDDING = "mask_embedding.pt"
+"""A file with an embedding of the mask token that is not the target's. It is fetched to be told of, never opened."""
 
 _INDEX = "model.safetensors.index.json"
 
@@ -64,7 +73,7 @@ def locate(id_or_path: str | Path) -> Place:
 
 
 def locate_draft(id_or_path: str | Path, revision: str | None = None) -> Path:
-    """The folder of a draft: shipped for a target's alias, local, or fetched from the hub (json and safetensors only).
+    """The folder of a draft: shipped for a target's alias, local, or fetched from the hub (json and safetensors).
 
     Raises:
         ModelNotFound: neither exists.
@@ -80,7 +89,7 @@ def locate_draft(id_or_path: str | Path, revision: str | None = None) -> Path:
     if path.is_file():
         raise ModelNotFound(f"{path} is a file: give the folder of the draft")
     _refuse_missing_path(str(id_or_path))
-    return _fetch(str(id_or_path), revision, ["*.json", "*.safetensors"])
+    return _fetch(str(id_or_path), revision, ["*.json", "*.safetensors", MASK_EMBEDDING])
 
 
 def shipped_draft(target: str) -> str | None:
@@ -160,10 +169,12 @@ class Weights:
     Attributes:
         files: to be read.
         shapes: of the tensors that belong to it; any other in the files is not part of it.
+        places: the file of each.
     """
 
     files: list[Path]
     shapes: dict[str, tuple[int, ...]]
+    places: dict[str, Path]
 
 
 def find_weights(folder: Path) -> Weights:
@@ -185,16 +196,38 @@ def find_weights(folder: Path) -> Weights:
             f"{folder} has {len(files)} weight files ({files[0].name}, {files[1].name} ...) but no {_INDEX} "
             "to say what belongs together: incomplete download?"
         )
-    return Weights(files, _shapes(files[0]))
+    shapes = _shapes(files[0])
+    return Weights(files, shapes, dict.fromkeys(shapes, files[0]))
 
 
-def check_weights(folder: Path, weights: Weights, expected: dict[str, tuple[int, ...]]) -> None:
-    """Whether a draft folder has every tensor of ``expected``, of the right shape, and none left over.
+def check_weights(
+    folder: Path, weights: Weights, config: DFlashConfig, parameters: dict[str, tuple[int, ...]]
+) -> tuple[tuple[str, Path], ...]:
+    """Whether a draft folder has the tensors its config describes, of the right shapes, and none left over.
+
+    Args:
+        parameters: what the draft computes with, each with its shape.
+
+    Returns:
+        Tensors of the target that it has beside these, each with its file. Whether they are the target's shows only
+        when the two meet.
 
     Raises:
         CheckpointError: naming what is wrong.
     """
-    missing, extra = sorted(expected.keys() - weights.shapes.keys()), sorted(weights.shapes.keys() - expected.keys())
+    if (folder / MASK_EMBEDDING).is_file():
+        raise CheckpointError(
+            f"{folder.name} has a mask embedding of its own ({MASK_EMBEDDING}), which is not known here: use a draft "
+            "that is fed the target's embedding of the mask token"
+        )
+    reduced = config.draft_vocab_size is not None
+    expected = {**parameters, **({OFFSETS: (config.draft_vocab_size or 0,)} if reduced else {})}
+    table = (config.vocab_size, config.hidden_size)
+    copies = {EMBEDDING: table} if reduced else {EMBEDDING: table, HEAD: table}
+    # Only training reads these: they say again what the head and the offsets say.
+    unread = ["verifier_norm.weight", "verifier_lm_head.weight", *(["t2d"] if reduced else [])]
+    missing = sorted(expected.keys() - weights.shapes.keys())
+    extra = sorted(weights.shapes.keys() - expected.keys() - copies.keys() - set(unread))
     if missing or extra:
         parts = [
             f"{what} {', '.join(n[:4])}{' ...' * (len(n) > 4)}" for what, n in (("lacks", missing), ("has", extra)) if n
@@ -203,11 +236,39 @@ def check_weights(folder: Path, weights: Weights, expected: dict[str, tuple[int,
             f"{folder.name} is not the DFlash draft its config describes: it {' and '.join(parts)}"
             + (" (a draft with tensors of its own would be computed wrongly without them)" if extra else "")
         )
-    for name, shape in expected.items():
+    there = {name: shape for name, shape in copies.items() if name in weights.shapes}
+    for name, shape in {**expected, **there}.items():
         if weights.shapes[name] != shape:
             raise CheckpointError(
                 f"{folder.name}: {name} has shape {list(weights.shapes[name])}, its config asks for {list(shape)}"
             )
+    return tuple((name, weights.places[name]) for name in there)
+
+
+def token_offsets(folder: Path, weights: Weights, config: DFlashConfig) -> np.ndarray:
+    """[draft_vocab_size] int64 of a checked draft with a reduced vocabulary: its token i is the target's i + offset.
+
+    Raises:
+        CheckpointError: they name a token twice or none of the target's, or differ from the mask ``t2d`` beside them.
+    """
+
+    def read(name: str) -> np.ndarray:
+        with safe_open(weights.places[name], framework="numpy") as tensors:
+            stored: np.ndarray = tensors.get_tensor(name)
+        if stored.dtype.kind not in "biu":
+            raise CheckpointError(f"{folder.name}: {name} must hold whole numbers, not {stored.dtype}")
+        return stored.astype(np.int64)
+
+    offsets = read(OFFSETS)
+    ids = np.sort(offsets + np.arange(len(offsets)))
+    if ids[0] < 0 or ids[-1] >= config.vocab_size or (ids[1:] == ids[:-1]).any():
+        raise CheckpointError(
+            f"{folder.name}: {OFFSETS} must give each of its {len(ids)} tokens another of the {config.vocab_size} of "
+            "the target, as an offset to its own id: the file is damaged, or of another format"
+        )
+    if "t2d" in weights.shapes and not np.array_equal(np.flatnonzero(read("t2d")), ids):
+        raise CheckpointError(f"{folder.name}: t2d and {OFFSETS} name different tokens of the target: a mixed-up file")
+    return offsets
 
 
 def check_files(folder: Path) -> None:
@@ -256,7 +317,7 @@ def _sharded(folder: Path) -> Weights:
     absent = sorted(named.keys() - shapes.keys())
     if absent:
         raise CheckpointError(f"{folder}: the index names {absent[0]}, which is in no shard: a stale index?")
-    return Weights(list(files.values()), shapes)
+    return Weights(list(files.values()), shapes, {name: files[named[name]] for name in shapes})
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:

@@ -24,7 +24,7 @@ def check_fit(name: str, config: DFlashConfig, folder: Path | None, target: Targ
     """
 
     def refuse(why: str) -> IncompatibleDraft:
-        return IncompatibleDraft(f"draft {name} does not fit target {target.name}: {why}")
+        return misfit(name, target, why)
 
     if config.hidden_size != target.hidden_size:
         raise refuse(f"it is {config.hidden_size} wide, the target {target.hidden_size}")
@@ -45,6 +45,11 @@ def check_fit(name: str, config: DFlashConfig, folder: Path | None, target: Targ
         raise refuse(f"its vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}")
     if folder is not None and target.tokenizer is not None:
         _check_tokenizer(folder / "tokenizer.json", target, refuse)
+
+
+def misfit(name: str, target: Target, why: str) -> IncompatibleDraft:
+    """What to raise where a draft of this name does not fit."""
+    return IncompatibleDraft(f"draft {name} does not fit target {target.name}: {why}")
 
 
 def _check_tokenizer(path: Path, target: Target, refuse: Any) -> None:

@@ -1,11 +1,14 @@
-"""What the drafts of all backends have in common: what they say of themselves, none of what they compute."""
+"""What the drafts of all backends have in common: what they say of themselves, and who sees whom in a layer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dflash.compat import check_fit, misfit
 from dflash.draft_config import DFlashConfig
+from dflash.protocols import Target
 
 _EVERYWHERE = 2**30
 """More positions than any text has."""
@@ -36,12 +39,15 @@ class PublishedDraft:
         sliding_window_size: committed positions the draft may look back on; None for all.
         min_confidence: a block ends where the draft itself gives the run of its best tokens less than this
             probability. The first token is always proposed; 0 proposes whole blocks, and then nothing waits for it.
+        copies: tensors of its files that are to be the target's, each with its file. They are compared when the two
+            first meet, and never kept: the target's own are used.
     """
 
     config: DFlashConfig
     path: Path | None
     sliding_window_size: int | None
     min_confidence: float
+    copies: tuple[tuple[str, Path], ...]
 
     @property
     def name(self) -> str:
@@ -57,6 +63,27 @@ class PublishedDraft:
     def taps(self) -> tuple[int, ...]:
         """Target layers it reads."""
         return self.config.target_layer_ids
+
+    def _check_fit(self, target: Target, proposed: int, is_copy: Callable[[str, Path], bool]) -> None:
+        """See ``compat.check_fit``.
+
+        Args:
+            proposed: the greatest token id that it can propose, where it has a vocabulary of its own; else 0.
+            is_copy: whether a tensor of a file is the target's.
+        """
+        check_fit(self.name, self.config, self.path, target)
+        if proposed >= target.vocab_size:
+            raise misfit(
+                self.name, target, f"it proposes token {proposed}, the target's end at {target.vocab_size - 1}"
+            )
+        for tensor, file in self.copies:
+            if not is_copy(tensor, file):
+                raise misfit(
+                    self.name,
+                    target,
+                    f"it comes with a {tensor} that is not the target's own: it was made for another model, or for "
+                    "another fine-tune of this one",
+                )
 
     def windows(self) -> list[tuple[int | None, bool]]:
         """For each layer: its window and whether it is causal inside the block."""

@@ -13,7 +13,6 @@ import torch
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.load import load_draft
 from dflash.backends.torch.target import TorchTarget
-from dflash.compat import check_fit
 from dflash.errors import RequestError
 from dflash.train import checkpoint
 from dflash.train.data import Corpus, read_corpus
@@ -160,7 +159,12 @@ def _gone_on_from(target: TorchTarget, shape: Shape) -> DFlashDraftModel:
         draft = DFlashDraftModel(config_of_run(Path(shape.start)), Path(shape.start)).to(target.device)
         checkpoint.restore(last, draft, [])
     own = draft.config
-    check_fit(draft.name, own, draft.path, target)
+    draft.check_fit(target)
+    if own.draft_vocab_size is not None:
+        raise RequestError(
+            f"{shape.start} proposes only {own.draft_vocab_size} of the target's tokens, by a head that is not "
+            "trained here: start from a draft with the whole vocabulary"
+        )
     taps = shape.taps if not isinstance(shape.taps, int) else default_taps(target.num_layers, shape.taps)
     for name, given, has in (
         ("block_size", shape.block_size, own.block_size),

@@ -10,18 +10,20 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx import nn
 
 from dflash.backends.draft import PublishedDraft, in_sight
 from dflash.backends.mlx.architectures import Anatomy
 from dflash.backends.mlx.cache import AttentionCache, Rows
+from dflash.backends.mlx.copies import is_copy
 from dflash.backends.mlx.rotary import Rotary
 from dflash.backends.mlx.target import MlxTarget
 from dflash.backends.mlx.verify import Noise, Processors, draw, noise_of
-from dflash.compat import check_fit
+from dflash.checkpoint import HEAD
 from dflash.draft_config import DFlashConfig, check_window
 from dflash.errors import IncompatibleDraft
 from dflash.protocols import NOTHING, Features, Proposal, Target
@@ -96,7 +98,11 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
 
     Attributes:
         dtype: what it computes in: features are cast to it, and its last hidden state to the head's dtype.
+        lm_head: of a draft with a reduced vocabulary; None where the target's head scores.
     """
+
+    lm_head: nn.Linear | None
+    _target_ids: mx.array | None
 
     def __init__(
         self,
@@ -115,12 +121,16 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         self.path = path
         self.sliding_window_size = sliding_window_size
         self.min_confidence = 0.0
+        self.copies = ()
         self.dtype = dtype
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = [DraftLayer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config)
+        own = config.draft_vocab_size
+        self.lm_head = None if own is None else nn.Linear(config.hidden_size, own, bias=False)
+        self._target_ids = None
         self.once = Warnings(self)
         self._fits: weakref.WeakSet[Anatomy] = weakref.WeakSet()
 
@@ -130,19 +140,54 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
             raise IncompatibleDraft(
                 f"draft {self.name} was loaded for MLX, target {target.name} for another backend: load both alike"
             )
-        if target.anatomy not in self._fits:
-            check_fit(self.name, self.config, self.path, target)
-            self._fits.add(target.anatomy)
+        self.check_fit(target)
         return DFlashDrafting(self, target, sampling, verification == "rejection", step)
+
+    def check_fit(self, target: MlxTarget) -> None:
+        """Whether it was made for a target; of each target this is asked once.
+
+        Raises:
+            IncompatibleDraft: see ``compat.check_fit``; or it comes with an embedding or a head of another target.
+        """
+        anatomy = target.anatomy
+        if anatomy in self._fits:
+            return
+        head = anatomy.head if isinstance(anatomy.head, nn.Module) else anatomy.embed  # a tied head is a method of it
+        ids = self._target_ids
+        self._check_fit(
+            target,
+            0 if ids is None else max(cast("list[int]", ids.tolist())),
+            lambda tensor, file: is_copy(tensor, file, head if tensor == HEAD else anatomy.embed),
+        )
+        self._fits.add(anatomy)
+
+    def name_tokens(self, offsets: np.ndarray) -> None:
+        """Of a draft with a reduced vocabulary [draft_vocab_size]: its token i is the target's i + offset."""
+        self._target_ids = mx.array(offsets + np.arange(len(offsets)), mx.int32)
+
+    def for_target(self, tokens: mx.array) -> mx.array:
+        """The target's ids of tokens that this draft scored."""
+        return tokens if self._target_ids is None else self._target_ids[tokens]
+
+    def over_target(self, q: mx.array, vocab_size: int) -> mx.array:
+        """Distributions [..., vocab_size] over the target's tokens of those [..., n] over the tokens scored here."""
+        if self._target_ids is None:
+            return q
+        spread = mx.zeros((*q.shape[:-1], vocab_size), q.dtype)
+        spread[..., self._target_ids] = q
+        return spread
 
     def fuse(self, taps: mx.array) -> mx.array:
         """Context [rows, T, hidden] from tapped hidden states [rows, T, taps * hidden]."""
         return self.hidden_norm(self.fc(taps.astype(self.dtype)))
 
     def logits(self, x: mx.array, anatomy: Anatomy) -> mx.array:
-        """Scores [rows, T, vocab] of last block states, through the target's head in its dtype."""
+        """Scores [rows, T, vocab] of last block states, through the target's head in its dtype.
+
+        A draft with a reduced vocabulary has a head of its own: [rows, T, draft_vocab_size].
+        """
         x = self.norm(x) * self.config.output_multiplier
-        scores = anatomy.head(x.astype(anatomy.dtype))
+        scores = anatomy.head(x.astype(anatomy.dtype)) if self.lm_head is None else self.lm_head(x)
         cap = self.config.final_logit_softcapping
         return scores if cap is None else mx.tanh(scores / cap) * cap
 
@@ -159,7 +204,7 @@ class DFlashDrafting:
         self.context = [AttentionCache(self.rows, draft.lookback(window), step) for window, _ in draft.windows()]
         self._sampler = None
         if samples and not all(one.greedy for one in sampling):
-            self._sampler = _Sampler(sampling, target.vocab_size)
+            self._sampler = _Sampler(sampling, draft.config.draft_vocab_size or target.vocab_size)
         self._finite: mx.array | None = None
 
     def extend(self, tokens: list[list[int]], features: Features) -> None:
@@ -186,7 +231,7 @@ class DFlashDrafting:
         return proposal
 
     def block_scores(self, pending: list[int], room: int) -> mx.array:
-        """Scores [rows, room, vocab] of the positions after the pending token."""
+        """Scores [rows, room, vocab] of the positions after the pending token; see ``DFlashDraftModel.logits``."""
         draft, anatomy = self.draft, self.target.anatomy
         block = mx.concatenate(
             [mx.array(pending)[:, None], mx.full((len(pending), room), draft.config.mask_token_id, mx.int32)], axis=1
@@ -239,9 +284,10 @@ class DFlashDrafting:
         finite = mx.isfinite(scores).all()
         best = mx.argmax(scores, axis=-1).astype(mx.int32)
         if self._sampler is None:
-            return Proposal(best, scores.shape[1]), finite
+            return Proposal(self.draft.for_target(best), scores.shape[1]), finite
         tokens, q = self._sampler.draw(scores.astype(mx.float32), best)
-        return Proposal(tokens, scores.shape[1], q), finite
+        q = self.draft.over_target(q, self.target.vocab_size)
+        return Proposal(self.draft.for_target(tokens), scores.shape[1], q), finite
 
 
 class _Sampler:

@@ -20,7 +20,16 @@ from dflash import jsontext
 from dflash.backends.mlx.architectures import cast, completed
 from dflash.backends.mlx.draft import DFlashDraftModel
 from dflash.backends.mlx.target import MlxTarget, default_device
-from dflash.checkpoint import Place, check_files, check_weights, fetch_target, find_weights, locate, locate_draft
+from dflash.checkpoint import (
+    Place,
+    check_files,
+    check_weights,
+    fetch_target,
+    find_weights,
+    locate,
+    locate_draft,
+    token_offsets,
+)
 from dflash.draft_config import ARCHITECTURE, DFlashConfig, confidence
 from dflash.errors import CheckpointError, DFlashError, RequestError, UnsupportedTarget
 from dflash.protocols import Features, Proposal
@@ -115,17 +124,22 @@ def load_draft(
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     draft.min_confidence = confidence(min_confidence, str(chosen).rpartition(".")[2], on_cpu)
     weights = find_weights(folder)
-    check_weights(folder, weights, {name: tuple(p.shape) for name, p in tree_flatten(draft.parameters())})
+    shapes = {name: tuple(p.shape) for name, p in tree_flatten(draft.parameters())}
+    draft.copies = check_weights(folder, weights, config, shapes)
     tensors = {}
     for file in weights.files:
         stored: Any = mx.load(str(file))
         for name, tensor in stored.items():
+            if name not in shapes:
+                continue  # not read
             if tensor.dtype not in DTYPES.values():
                 raise CheckpointError(
                     f"{folder.name}: {name} is stored as {tensor.dtype}: quantized drafts are not read"
                 )
             tensors[name] = tensor.astype(chosen)
     draft.load_weights(list(tensors.items()))
+    if config.draft_vocab_size is not None:
+        draft.name_tokens(token_offsets(folder, weights, config))
     if bits is not None:
         _quantize(draft, bits)
     mx.eval(draft)

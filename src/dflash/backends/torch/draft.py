@@ -29,10 +29,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
 from dflash.backends.draft import PublishedDraft, in_sight
 from dflash.backends.torch.attention import grouped
 from dflash.backends.torch.cache import AttentionLayer, Rows
+from dflash.backends.torch.copies import is_copy
 from dflash.backends.torch.head import arranged
 from dflash.backends.torch.target import TorchTarget
 from dflash.backends.torch.verify import draw, probabilities
-from dflash.compat import check_fit
+from dflash.checkpoint import HEAD
 from dflash.draft_config import DFlashConfig, check_window
 from dflash.errors import IncompatibleDraft
 from dflash.protocols import NOTHING, Features, Proposal, Target
@@ -94,7 +95,14 @@ class DraftLayer(nn.Module):
 
 
 class DFlashDraftModel(PublishedDraft, nn.Module):
-    """A DFlash draft, and as such a drafter."""
+    """A DFlash draft, and as such a drafter.
+
+    Attributes:
+        lm_head: of a draft with a reduced vocabulary; None where the target's head scores.
+        d2t: [draft_vocab_size] int64, what makes a token of that vocabulary the target's: token + d2t[token].
+    """
+
+    d2t: Tensor | None
 
     def __init__(self, config: DFlashConfig, path: Path | None = None, sliding_window_size: int | None = None) -> None:
         """
@@ -107,12 +115,16 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         self.path = path
         self.sliding_window_size = sliding_window_size
         self.min_confidence = 0.0
+        self.copies = ()
         rope = _qwen3_config(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(DraftLayer(config, rope) for _ in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(rope)
+        own = config.draft_vocab_size
+        self.lm_head = None if own is None else nn.Linear(config.hidden_size, own, bias=False)
+        self.register_buffer("d2t", None if own is None else torch.zeros(own, dtype=torch.long))
         self._fits: weakref.WeakSet[TorchTarget] = weakref.WeakSet()
 
     @property
@@ -126,10 +138,42 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
             raise IncompatibleDraft(
                 f"draft {self.name} was loaded for PyTorch, target {target.name} for another backend: load both alike"
             )
-        if target not in self._fits:
-            check_fit(self.name, self.config, self.path, target)
-            self._fits.add(target)
+        self.check_fit(target)
         return DFlashDrafting(self, target, sampling, verification == "rejection", step)
+
+    def check_fit(self, target: TorchTarget) -> None:
+        """Whether it was made for a target; of each target this is asked once.
+
+        Raises:
+            IncompatibleDraft: see ``compat.check_fit``; or it comes with an embedding or a head of another target.
+        """
+        if target in self._fits:
+            return
+        head, embedding = target.anatomy.head, target.anatomy.embedding
+        ids = self._target_ids()
+        self._check_fit(
+            target,
+            0 if ids is None else int(ids.max()),
+            lambda tensor, file: is_copy(tensor, file, cast("Tensor", (head if tensor == HEAD else embedding).weight)),
+        )
+        self._fits.add(target)
+
+    def _target_ids(self) -> Tensor | None:
+        """[draft_vocab_size]: the target's ids of the tokens of a reduced vocabulary."""
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def for_target(self, tokens: Tensor) -> Tensor:
+        """The target's ids of tokens that this draft scored."""
+        return tokens if self.d2t is None else tokens + self.d2t.to(tokens.device)[tokens]
+
+    def over_target(self, q: Tensor, vocab_size: int) -> Tensor:
+        """Distributions [..., vocab_size] over the target's tokens of those [..., n] over the tokens scored here."""
+        ids = self._target_ids()
+        if ids is None:
+            return q
+        spread = q.new_zeros(*q.shape[:-1], vocab_size)
+        spread[..., ids.to(q.device)] = q
+        return spread
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Context [rows, T, hidden] from tapped hidden states [rows, T, taps * hidden]."""
@@ -141,9 +185,15 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         return F.embedding(tokens, embedding).to(self.dtype) * self.config.input_embedding_scale
 
     def logits(self, x: Tensor, head: nn.Module) -> Tensor:
-        """Scores [rows, T, vocab] of last block states, through the target's head in its dtype."""
+        """Scores [rows, T, vocab] of last block states, through a head in its dtype, on its device.
+
+        Args:
+            head: the target's. A draft with a reduced vocabulary has its own: [rows, T, draft_vocab_size].
+        """
+        head = head if self.lm_head is None else self.lm_head
         x = self.norm(x) * self.config.output_multiplier
-        scores: Tensor = head(x.to(next(head.parameters()).dtype))
+        weight = next(head.parameters())
+        scores: Tensor = head(x.to(weight.device, weight.dtype))
         cap = self.config.final_logit_softcapping
         return scores if cap is None else torch.tanh(scores / cap) * cap
 
@@ -185,7 +235,7 @@ class DFlashDrafting:
 
     @torch.inference_mode()
     def block_scores(self, pending: list[int], room: int) -> Tensor:
-        """Scores [rows, room, vocab] of the positions after the pending token."""
+        """Scores [rows, room, vocab] of the positions after the pending token; see ``DFlashDraftModel.logits``."""
         draft, anatomy, device = self.draft, self.target.anatomy, self.rows.device
         block = torch.full((len(pending), room + 1), draft.config.mask_token_id, device=device)
         block[:, 0] = torch.tensor(pending, device=device)
@@ -198,7 +248,7 @@ class DFlashDrafting:
         for layer, kv, kind in zip(draft.layers, self.context, draft.windows(), strict=True):
             x = layer(x, rotary, kv, masks[kind])
         with arranged():
-            return draft.logits(x[:, 1:].to(self.target.device), anatomy.head)
+            return draft.logits(x[:, 1:], anatomy.head)
 
     def select(self, rows: list[int]) -> None:
         """Keep only these rows."""
@@ -232,9 +282,11 @@ class DFlashDrafting:
         Only for rejection, and rows that sample, are they drawn, from the distribution reported as q.
         """
         if not any(sampler.samples for sampler in self._samplers):
-            return Proposal(scores.argmax(dim=-1), scores.shape[1])
+            return Proposal(self.draft.for_target(scores.argmax(dim=-1)), scores.shape[1])
         drawn = [sampler.draw(row.float()) for sampler, row in zip(self._samplers, scores, strict=True)]
-        return Proposal(torch.stack([t for t, _ in drawn]), scores.shape[1], torch.stack([q for _, q in drawn]))
+        tokens, q = (torch.stack(parts) for parts in zip(*drawn, strict=True))
+        q = self.draft.over_target(q, self.target.vocab_size)
+        return Proposal(self.draft.for_target(tokens), scores.shape[1], q)
 
     def _report(self) -> None:
         """Say once when the draft computes NaN; what it proposes is verified all the same."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors import safe_open
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -18,7 +19,16 @@ from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.gguf import unpacked
 from dflash.backends.torch.head import pack_head
 from dflash.backends.torch.target import TorchTarget
-from dflash.checkpoint import check_files, check_weights, fetch_target, find_weights, locate, locate_draft
+from dflash.checkpoint import (
+    OFFSETS,
+    check_files,
+    check_weights,
+    fetch_target,
+    find_weights,
+    locate,
+    locate_draft,
+    token_offsets,
+)
 from dflash.draft_config import ARCHITECTURE, DFlashConfig, confidence
 from dflash.errors import CheckpointError, DFlashError, RequestError, UnsupportedTarget
 from dflash.protocols import Features, Proposal
@@ -123,7 +133,8 @@ def load_draft(
     with torch.device("meta"):
         draft = DFlashDraftModel(config, folder, sliding_window_size)
     weights = find_weights(folder)
-    check_weights(folder, weights, {name: tuple(p.shape) for name, p in draft.named_parameters()})
+    shapes = {name: tuple(p.shape) for name, p in draft.named_parameters()}
+    draft.copies = check_weights(folder, weights, config, shapes)
     chosen = _dtype(dtype, device, DTYPES.get(config.dtype or "", torch.bfloat16))
     if chosen == torch.float16 and config.dtype == "bfloat16":
         warnings.warn(
@@ -131,16 +142,26 @@ def load_draft(
         )
     tensors = {}
     for file in weights.files:
-        for name, tensor in load_file(file).items():
+        for name, tensor in _stored(file, shapes):
             if tensor.dtype not in DTYPES.values():
                 raise CheckpointError(
                     f"{folder.name}: {name} is stored as {tensor.dtype}: quantized drafts are not read"
                 )
             tensors[name] = tensor.to(device, chosen)
+    if config.draft_vocab_size is not None:
+        tensors[OFFSETS] = torch.from_numpy(token_offsets(folder, weights, config)).to(device)
     draft.load_state_dict(tensors, assign=True)
     draft.min_confidence = confidence(min_confidence, str(chosen).rpartition(".")[2], device.type == "cpu")
     draft.rotary_emb = type(draft.rotary_emb)(draft.rotary_emb.config).to(device)  # its tables are no weights
     return draft.eval().requires_grad_(False)
+
+
+def _stored(file: Path, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Those tensors of a file; no other is read."""
+    with safe_open(file, framework="pt") as stored:
+        for name in stored.keys():  # noqa: SIM118
+            if name in names:
+                yield name, stored.get_tensor(name)
 
 
 def check_rollback(target: TorchTarget) -> None:
