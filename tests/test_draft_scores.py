@@ -54,7 +54,7 @@ def test_a_draft_is_scored_by_the_head_alone_wherever_it_is_scored(name: str, op
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_draft_is_fed_and_scored_alike_where_mlx_lm_multiplies_the_weights(tied: bool, tmp_path: Path) -> None:
-    """mlx-lm folds Falcon-H1's multipliers into its embedding and head; a draft was made for those of the checkpoint."""
+    """mlx-lm folds Falcon-H1's multipliers into embedding and head; a draft was made for those of the checkpoint."""
     mx = pytest.importorskip("mlx.core")
     own = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.25, "tie_word_embeddings": tied, "vocab_size": 272}
     made = tiny.model("falcon-h1", **own)
