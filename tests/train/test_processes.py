@@ -182,6 +182,22 @@ def test_the_command_loads_on_the_processes_own_device(monkeypatch: Any, tmp_pat
     assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
 
 
+@pytest.mark.parametrize(("rank", "talks"), [(0, True), (1, False)])
+def test_only_the_first_process_talks(rank: int, talks: bool, monkeypatch: Any, tmp_path: Path) -> None:
+    class Loaded:
+        target = tiny.target("qwen3")
+
+    def trained(target: Any, job: Any, say: Any = lambda line: None, *meters: Any) -> None:
+        say("learned")
+
+    monkeypatch.setattr(command, "load_pair", lambda wanted: Loaded())
+    monkeypatch.setattr("dflash.train.run.train", trained)
+    environment(monkeypatch, rank, 2)
+    result = CliRunner().invoke(app, ["train", "--data", "a.jsonl", "--output", str(tmp_path), "--steps", "1"])
+    assert result.exit_code == 0
+    assert ("learned" in result.output) == ("the draft is in" in result.output) == bool(result.output) == talks
+
+
 @pytest.mark.parametrize(("kind", "backend", "lies"), [("cuda", "nccl", "cuda"), ("cpu", "gloo", "cpu")])
 def test_sums_are_taken_where_the_group_can(kind: str, backend: str, lies: str, monkeypatch: Any) -> None:
     """On a machine without CUDA: which group is opened, on which device it works, and where its tensors lie."""
