@@ -79,7 +79,7 @@ def test_labels_are_the_tokens_at_the_slots_own_positions() -> None:
             assert batch.labels(4)[row, i].tolist() == batch.tokens[row, anchor + 1 : anchor + 4].tolist()
 
 
-def test_the_first_answer_token_is_no_label_as_decoding_never_asks_for_it() -> None:
+def test_the_first_answer_token_is_no_label_as_decoding_never_asks_for_it(tmp_path: Path) -> None:
     """R4: the first block of decoding is anchored at the token that the target gave after reading the prompt."""
     target = tiny.target("qwen3")
     (sequence,) = corpora.answers(target, 1, 12)
@@ -110,10 +110,9 @@ def test_the_first_answer_token_is_no_label_as_decoding_never_asks_for_it() -> N
     assert anchored[0] == (sequence.prompt, sequence.ids[sequence.prompt])
     assert {at for at, _ in anchored} <= set(sequence.anchors)
     assert sequence.anchors[0] == sequence.prompt
-    batch = Batch(
-        torch.tensor([sequence.ids]), torch.zeros(1, 1), torch.tensor([list(sequence.anchors)]), torch.ones(1)
-    )
-    assert int(batch._slots(4).min()) == sequence.prompt + 1
+    run = corpora.trainer(target, [sequence], tmp_path, draft=draft, sequences=1, anchors=99)
+    batch = run._batch([0], {0: list(sequence.anchors)})
+    assert int(batch._slots(4).min()) == sequence.prompt + 1, "the first label is the second answer token"
 
 
 def test_teachers_are_the_states_that_predict_the_labels() -> None:
