@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import corpora
 import pytest
@@ -20,103 +22,89 @@ from typer.testing import CliRunner
 import tiny
 from dflash.cli import train as command
 from dflash.cli.main import app
-from dflash.train import processes
+from dflash.train import features, processes
 from dflash.train.features import Features
 from dflash.train.loop import Trainer
 from dflash.train.processes import Processes, own_device
-
-WORKER = """
-import json, os, sys
-sys.path[:0] = [{tests!r}, {train!r}]
-import torch
-torch.set_num_threads(1)
-import tiny
-from pathlib import Path
-from dflash.train import features
 from dflash.train.recipe import Recipe
 from dflash.train.run import Job, Shape, train
 
-folder, rank = Path({folder!r}), os.environ.get("RANK", "0")
-features.SHARD = 2
-read = []
-compute = features.compute
-
-def counted(target, taps, final, ids):
-    read.append(list(ids))
-    return compute(target, taps, final, ids)
-
-features.compute = counted
-
-class Stopped(Exception):
-    pass
-
-def stop(progress):
-    if progress.step == 3:
-        raise Stopped
-
-recipe = Recipe(
-    steps=4, sequences=4, anchors=6, precision="fp32", learning_rate=3e-3, others=8, loss="0.5*ce+0.5*kl"
-)
-shape = Shape(block_size=4, layers=1, taps=2, mask_token=63)
-def job(resume):
-    return Job(
-        (folder / "answers.jsonl",), folder / "out", shape, recipe, held_out=2, cache=folder / "cache", resume=resume,
-        measure_every=2, save_every=2, log_every=1,
-    )
-
-target = tiny.target("qwen3")
-try:
-    train(target, job(False), report=stop)
-except Stopped:
-    pass
-train(target, job(True))
-(folder / f"read-{{rank}}.json").write_text(json.dumps(read))
+WORKER = """
+import sys
+sys.path[:0] = [{tests!r}, {train!r}]
+import torch
+torch.set_num_threads(1)
+import test_processes
+from pathlib import Path
+test_processes.stop_and_resume(Path({folder!r}))
 """
 
 
-def answers_file(folder: Path, count: int = 9) -> Path:
-    made = corpora.answers(tiny.target("qwen3"), count, 20)
+class Stopped(Exception):
+    """Ends a run between two steps."""
+
+
+def stop_and_resume(folder: Path) -> None:
+    """Train on the answers of a folder, stop after three steps, go on; note which sequences this process read."""
+    read: list[list[int]] = []
+    compute = features.compute
+
+    def noted(target: Any, taps: Any, final: bool, ids: Any) -> Any:
+        read.append(list(ids))
+        return compute(target, taps, final, ids)
+
+    def stop(progress: Any) -> None:
+        if progress.step == 3:
+            raise Stopped
+
+    recipe = Recipe(steps=4, sequences=4, anchors=6, precision="fp32", others=8, loss="0.5*ce+0.5*kl")
+    shape = Shape(block_size=4, layers=1, taps=2, mask_token=63)
+    job = Job((folder / "answers.jsonl",), folder / "out", shape, recipe, 2, cache=folder / "cache", log_every=1)
+    job = replace(job, measure_every=2, save_every=2)
+    target = tiny.target("qwen3")
+    with mock.patch.object(features, "compute", noted), mock.patch.object(features, "SHARD", 2):
+        with contextlib.suppress(Stopped):
+            train(target, job, report=stop)
+        train(target, replace(job, resume=True))
+    (folder / f"read-{os.environ.get('RANK', '0')}.json").write_text(json.dumps(read))
+
+
+def answers_in(folder: Path) -> Path:
+    folder.mkdir()
     records = [
         {"id": f"{i}.0", "answer": "", "prompt_ids": s.ids[: s.prompt], "answer_ids": s.ids[s.prompt :]}
-        for i, s in enumerate(made)
+        for i, s in enumerate(corpora.answers(tiny.target("qwen3"), 9, 20))
     ]
-    file = folder / "answers.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return file
+    (folder / "answers.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
 
 
-def start(folder: Path, number: int) -> None:
-    folder.mkdir()
-    answers_file(folder)
+def test_two_processes_share_hidden_states_resume_and_end_as_one(tmp_path: Path) -> None:
+    one, two = answers_in(tmp_path / "one"), answers_in(tmp_path / "two")
+    stop_and_resume(one)
     here = Path(__file__).parent
-    script = folder / "worker.py"
-    script.write_text(WORKER.format(tests=str(here.parent), train=str(here), folder=str(folder)))
-    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(number)] if number > 1 else []
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(tests=str(here.parent), train=str(here), folder=str(two)))
     done = subprocess.run(
-        [sys.executable, *several, str(script)],
-        timeout=300,
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        timeout=240,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_two_processes_share_hidden_states_resume_and_end_as_one(tmp_path: Path) -> None:
-    start(tmp_path / "one", 1)
-    start(tmp_path / "two", 2)
     alone, first, second = (
-        json.loads((tmp_path / name).read_text()) for name in ("one/read-0.json", "two/read-0.json", "two/read-1.json")
+        json.loads(file.read_text()) for file in (one / "read-0.json", two / "read-0.json", two / "read-1.json")
     )
     assert len(alone) == 9
     assert sorted([*first, *second]) == sorted(alone), "every sequence is read once, by one of them"
     assert first
     assert second
-    want, have = (load_file(tmp_path / name / "out" / "model.safetensors") for name in ("one", "two"))
+    want, have = (load_file(folder / "out" / "model.safetensors") for folder in (one, two))
     for name, tensor in want.items():
         torch.testing.assert_close(have[name].float(), tensor.float(), atol=1e-2, rtol=1e-2)
-    logs = [(tmp_path / name / "out" / "log.jsonl").read_text().splitlines() for name in ("one", "two")]
-    steps = [[(r["step"], "measured" in r) for r in map(json.loads, log)] for log in logs]
+    logs = [map(json.loads, (folder / "out" / "log.jsonl").read_text().splitlines()) for folder in (one, two)]
+    steps = [[(record["step"], "measured" in record) for record in log] for log in logs]
     assert steps[0] == steps[1]
     assert [step for step, measured in steps[1] if not measured] == [1, 2, 3, 4]
 
@@ -251,29 +239,29 @@ def pretend(monkeypatch: Any, other: float, world: int = 2) -> None:
 def test_more_processes_than_sequences_a_step_are_told(monkeypatch: Any, tmp_path: Path) -> None:
     """One without a sequence computes no gradient, which the others would wait for."""
     target = tiny.target("qwen3")
-    train = corpora.answers(target, 5)
+    sequences = corpora.answers(target, 5)
     pretend(monkeypatch, 0.0, world=3)
     with pytest.raises(ValueError, match="a step of 2 answers cannot be shared by 3 processes"):
-        corpora.trainer(target, train, tmp_path, sequences=2)
+        corpora.trainer(target, sequences, tmp_path, sequences=2)
     with pytest.raises(ValueError, match="a step of 2 answers cannot be shared by 3 processes"):
-        corpora.trainer(target, train[:2], tmp_path, sequences=4)
+        corpora.trainer(target, sequences[:2], tmp_path, sequences=4)
 
 
 def test_processes_that_see_different_folders_are_told(monkeypatch: Any, tmp_path: Path) -> None:
     target = tiny.target("qwen3")
-    train = corpora.answers(target, 5)
-    run = corpora.trainer(target, train, tmp_path / "out")
+    sequences = corpora.answers(target, 5)
+    run = corpora.trainer(target, sequences, tmp_path / "out")
     run.run(until=4, save_every=4)
     before = (tmp_path / "out" / "log.jsonl").read_bytes()
     pretend(monkeypatch, 0.0)  # the other one is at step 0
     with pytest.raises(ValueError, match="must be one folder to all processes"):
-        corpora.trainer(target, train, tmp_path / "out", resume=True)
+        corpora.trainer(target, sequences, tmp_path / "out", resume=True)
     assert (tmp_path / "out" / "log.jsonl").read_bytes() == before
-    features = Features(target, (0, 3), False, tmp_path / "cache")
-    features.prepare(train)  # here all is there
-    features.prepare(train, processes=Pretended(1, 2))
+    here = Features(target, (0, 3), False, tmp_path / "cache")
+    here.prepare(sequences)  # all is there
+    here.prepare(sequences, processes=Pretended(1, 2))
     with pytest.raises(ValueError, match="must be one folder to all processes"):
-        Features(target, (0, 3), False, tmp_path / "other").prepare(train, processes=Pretended(1, 2))
+        Features(target, (0, 3), False, tmp_path / "other").prepare(sequences, processes=Pretended(1, 2))
 
 
 def test_a_step_is_left_out_by_all_processes_where_one_is_not_finite(monkeypatch: Any, tmp_path: Path) -> None:
