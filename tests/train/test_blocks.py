@@ -93,6 +93,42 @@ def test_labels_are_the_tokens_at_the_slots_own_positions() -> None:
             assert batch.labels(4)[row, i].tolist() == batch.tokens[row, anchor + 1 : anchor + 4].tolist()
 
 
+def test_the_first_answer_token_is_no_label_as_decoding_never_asks_for_it(tmp_path: Path) -> None:
+    """R4: the first block of decoding is anchored at the token that the target gave after reading the prompt."""
+    target = tiny.target("qwen3")
+    (sequence,) = corpora.answers(target, 1, 12)
+    draft = tiny.draft(target, block_size=4)
+    anchored: list[tuple[int, int]] = []
+
+    class Noting:
+        """The draft, with where each of its blocks is anchored."""
+
+        taps = draft.taps
+        block_size = draft.block_size
+
+        def start(self, *given: Any) -> Any:
+            drafting = draft.start(*given)
+            propose = drafting.propose
+
+            def noted(pending: list[int], room: int) -> Any:
+                anchored.append((drafting.rows.lengths[0], pending[0]))
+                return propose(pending, room)
+
+            drafting.propose = noted  # type: ignore[method-assign]
+            return drafting
+
+    output = Output(lambda ids: "", 12)
+    request = Request(list(sequence.ids[: sequence.prompt]), SamplingParams(), output)
+    for _ in decode(target, Noting(), [request], block_size=4):  # type: ignore[arg-type]
+        pass
+    assert anchored[0] == (sequence.prompt, sequence.ids[sequence.prompt])
+    assert {at for at, _ in anchored} <= set(sequence.anchors)
+    assert sequence.anchors[0] == sequence.prompt
+    run = corpora.trainer(target, [sequence], tmp_path, draft=draft, sequences=1, anchors=99)
+    batch = run._batch([0], {0: list(sequence.anchors)})
+    assert int(batch._slots(4).min()) == sequence.prompt + 1, "the first label is the second answer token"
+
+
 def test_teachers_are_the_states_that_predict_the_labels() -> None:
     batch = batch_of([[3, 7]])
     final = torch.arange(20.0)[None, :, None].expand(1, 20, 2)

@@ -40,7 +40,11 @@ class Sequence:
 
     @property
     def anchors(self) -> range:
-        """Positions that can be an anchor: an answer token, with at least one token after it."""
+        """Positions that can be an anchor: an answer token, with at least one token after it.
+
+        So the first answer token is never a label. In decoding the target gives it itself, from the scores of the
+        prompt's last token, and the first block is anchored at it: no draft is ever asked for it.
+        """
         return range(self.prompt, len(self.ids) - 1)
 
 

@@ -110,7 +110,7 @@ class Features:
 
     def _fingerprint(self, part: SequenceOf[Sequence]) -> str:
         """Of everything the numbers depend on: a cache for other text, taps or another target is not used."""
-        last = "last hidden states" if self.final else False  # once what the head was given was kept, named True
+        last = "last hidden states" if self.final else False  # True marks older caches: of what the head was given
         key = [self.identity, list(self.taps), last, [[s.id, s.ids] for s in part]]
         return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from dflash.errors import RequestError
 
-PATIENCE = datetime.timedelta(hours=12)
-"""How long a process waits for the others. Of one that ended, torchrun ends the rest; what is waited for otherwise is
-work: the first measures and writes, and hidden states take some longer than others."""
+LONGEST_WAIT = datetime.timedelta(hours=12)
+"""How long a process waits for the others. They may be at work for long: the first one measures alone, and hidden
+states take one longer than another. Where a process ends with an error, torchrun ends the others at once."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Processes:
             torch.cuda.set_device(device)  # NCCL works on the current one
         began = not dist.is_initialized()
         if began:
-            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
         return cls(rank, world, device if "nccl" in dist.get_backend() else torch.device("cpu"), began)
 
     def total(self, value: float) -> float:

@@ -45,6 +45,11 @@ KNOWN_CACHES = (KVCache, RotatingKVCache, ArraysCache)
 """Kinds of mlx-lm's caches that are rolled back; a ``CacheList`` may hold several of them."""
 
 
+FOLDED: Mapping[str, tuple[str, str]] = {"falcon_h1.Model": ("embedding_multiplier", "lm_head_multiplier")}
+"""Models whose weights mlx-lm multiplies as it loads them -> by which of their arguments the embedding and the head are
+multiplied. Drafts are made for the weights as they are published, so it is undone for them."""
+
+
 @dataclass(frozen=True, eq=False)
 class Anatomy:
     """Where the parts of a model are.
@@ -124,6 +129,7 @@ def dissect(model: nn.Module) -> Anatomy:
     sample = embedding(mx.zeros((1, 1), mx.int32))
     owners = [_follow(model, trunk[:depth]) for depth in range(len(trunk))]
     heads = [owner["lm_head"] for owner in owners if "lm_head" in owner]
+    embed, head = _as_published(model, embedding, heads[0] if heads else None)
     caches = make_prompt_cache(model)
     _check_caches(name, caches)
     return Anatomy(
@@ -131,13 +137,26 @@ def dissect(model: nn.Module) -> Anatomy:
         trunk=trunk,
         layers=layers,
         mixers=_mixers(name, layers, caches),
-        embed=embedding,
-        head=heads[0] if heads else embedding.as_linear,
+        embed=embed,
+        head=head,
         vocab_size=embedding.scales.shape[0] if "scales" in embedding else embedding.weight.shape[0],
         hidden_size=sample.shape[-1],
         dtype=sample.dtype,
         caches=caches,
     )
+
+
+def _as_published(
+    model: nn.Module, embedding: Any, head: Any | None
+) -> tuple[Callable[[mx.array], mx.array], Callable[[mx.array], mx.array]]:
+    """The embedding's rows and the head's projection as they are published; a head of None is the embedding's."""
+    project = embedding.as_linear if head is None else head
+    names = FOLDED.get(class_name(model))
+    if names is None:
+        return embedding, project
+    of_embedding, of_head = (getattr(model.args, name) for name in names)
+    of_project = of_embedding if head is None else of_head
+    return lambda tokens: embedding(tokens) / of_embedding, lambda hidden: project(hidden) / of_project
 
 
 def class_name(module: nn.Module) -> str:

@@ -55,7 +55,7 @@ class Scoring:
         vars(given)["forward"] = lambda *args, **kwargs: _Given(last_hidden_state=flat)
         shadow = _with(_with(self._owner, self._trunk_name, given), self._head_name, head)
         scores: Tensor = type(self._owner).forward(shadow).logits
-        return scores.view(*hidden.shape[:-1], -1)
+        return scores.reshape(*hidden.shape[:-1], -1)
 
     @contextmanager
     def watched(self) -> Iterator[list[Tensor]]:
