@@ -238,6 +238,14 @@ def test_chosen_systems_in_batches_sampled_with_repeats(run: Callable[..., Any],
     assert first != second, "each repeat has a seed of its own"
 
 
+def test_blocks_of_one_token_are_plain_decoding_of_the_same_pair(run: Callable[..., Any], tmp_path: Path) -> None:
+    result = run("--prompt", "x", "--block-size", "1", "--max-new-tokens", "5", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    found = load(tmp_path / "results.json")
+    assert list(found.systems) == ["plain", "transformers", "transformers-lookup"]
+    assert found.figures()["prompt"]["plain"].acceptance_length == 1.0
+
+
 def test_said_nothing_it_takes_a_few_of_each_sample(run: Callable[..., Any], tmp_path: Path) -> None:
     result = run("--systems", "plain", "--max-new-tokens", "2", "--output", tmp_path)
     assert result.exit_code == 0, result.output
@@ -253,7 +261,11 @@ def test_said_nothing_it_takes_a_few_of_each_sample(run: Callable[..., Any], tmp
         (["--prompt", "x", "--systems", "transformers-assisted"], "needs --assistant-model"),
         (["--prompt", "x", "--systems", "transformers-lookup", "--batch-size", "2"], "one prompt at a time"),
         (["--prompt", "x", "--temperature", "-1"], "temperature must be a number in"),
-        (["--prompt", "x", "--block-size", "1"], "--block-size must be at least 2"),
+        (["--prompt", "x", "--block-size", "0"], "--block-size must be at least 2"),
+        (
+            ["--prompt", "x", "--block-size", "1", "--systems", "draft"],
+            "--block-size 1 is plain decoding: ask for plain",
+        ),
         (["--dataset", "/nowhere.jsonl"], "/nowhere.jsonl does not exist"),
         (
             ["--backend", "openai", "--draft-min-confidence", "0.5"],

@@ -294,7 +294,7 @@ def _of_pair(
     loaded = assemble.Loaded(
         pair.target,
         asking,
-        pair.drafter if wanted.draft is not None else None,
+        pair.drafter if wanted.kind == "dflash" else None,
         wanted.draft,
         helper,
         wanted.block_size,

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from dflash.backends.draft import PublishedDraft
+from dflash.backends.draft import PublishedDraft, Record
 from dflash.backends.mlx.architectures import Anatomy
 from dflash.backends.mlx.cache import AttentionCache, Rows
 from dflash.backends.mlx.rotary import Rotary
@@ -23,7 +23,7 @@ from dflash.backends.mlx.target import MlxTarget
 from dflash.backends.mlx.verify import Noise, Processors, draw, noise_of
 from dflash.compat import check_fit
 from dflash.draft_config import DFlashConfig, check_window
-from dflash.errors import IncompatibleDraft
+from dflash.errors import IncompatibleDraft, RequestError
 from dflash.protocols import NOTHING, Features, Proposal, Target
 from dflash.sampling import SamplingParams
 
@@ -122,7 +122,7 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary = Rotary(config)
         self.once = Warnings(self)
-        self._fits: weakref.WeakSet[Anatomy] = weakref.WeakSet()
+        self._records: weakref.WeakKeyDictionary[Anatomy, Record] = weakref.WeakKeyDictionary()
 
     def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> DFlashDrafting:
         """See ``protocols.Drafter``."""
@@ -130,10 +130,11 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
             raise IncompatibleDraft(
                 f"draft {self.name} was loaded for MLX, target {target.name} for another backend: load both alike"
             )
-        if target.anatomy not in self._fits:
+        if target.anatomy not in self._records:
             check_fit(self.name, self.config, self.path, target)
-            self._fits.add(target.anatomy)
-        return DFlashDrafting(self, target, sampling, verification == "rejection", step)
+            self._records[target.anatomy] = Record(self.name, target.name)
+        record = self._records[target.anatomy]
+        return DFlashDrafting(self, target, sampling, verification == "rejection", step, record)
 
     def fuse(self, taps: mx.array) -> mx.array:
         """Context [rows, T, hidden] from tapped hidden states [rows, T, taps * hidden]."""
@@ -151,7 +152,13 @@ class DFlashDrafting:
     """A draft at work: the context keys and values of some rows, committed positions only."""
 
     def __init__(
-        self, draft: DFlashDraftModel, target: MlxTarget, sampling: Sequence[SamplingParams], samples: bool, step: int
+        self,
+        draft: DFlashDraftModel,
+        target: MlxTarget,
+        sampling: Sequence[SamplingParams],
+        samples: bool,
+        step: int,
+        record: Record,
     ) -> None:
         self.draft = draft
         self.target = target
@@ -161,12 +168,18 @@ class DFlashDrafting:
         if samples and not all(one.greedy for one in sampling):
             self._sampler = _Sampler(sampling, target.vocab_size)
         self._finite: mx.array | None = None
+        self._record = record
+        self._proposed = False
 
     def extend(self, tokens: list[list[int]], features: Features) -> None:
         """Absorb the features of newly committed positions; they are not needed afterwards."""
         if self._finite is not None:
             self.draft.once.if_not(self._finite)
-        assert features.values is not None, "a DFlash draft taps at least one layer"
+        if features.values is None:
+            raise RequestError(f"draft {self.draft.name} was handed no hidden states: start the session with its taps")
+        if self._proposed:
+            self._record.came(tokens)
+        self._proposed = False
         context, offset = self.draft.fuse(features.values), self.rows.offset
         for layer, kv in zip(self.draft.layers, self.context, strict=True):
             kv.update_and_fetch(*layer.self_attn.keys_values(context, self.draft.rotary, offset))
@@ -179,6 +192,7 @@ class DFlashDrafting:
         if room == 0:
             return NOTHING
         self.draft.once.if_beyond(max(self.rows.lengths))
+        self._proposed = True
         scores = self.block_scores(pending, room)
         proposal, self._finite = self._choose(scores[:, : self._promising(scores)])
         # The draft runs while the host still puts the target's forward together.

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from dflash.backends.keep import check_first
 from dflash.backends.mlx.architectures import Anatomy, context_length, dissect, eos_ids
 from dflash.backends.mlx.seams import reader
 from dflash.backends.mlx.verify import MlxVerifier, Processor, Sampler, SamplerVerifier, drafted_tokens
@@ -227,7 +228,7 @@ class Ahead:
 
     def keep(self, counts: list[int]) -> Features:
         """See ``protocols.Round``."""
-        assert not self.kept, "a round is kept once"
+        check_first(self.kept)
         features = self._session.keep(counts, self._width)
         self.kept = True
         return features

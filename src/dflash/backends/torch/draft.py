@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from dflash.backends.draft import PublishedDraft
+from dflash.backends.draft import PublishedDraft, Record
 from dflash.backends.torch.attention import grouped
 from dflash.backends.torch.cache import AttentionLayer, Rows
 from dflash.backends.torch.head import arranged
@@ -34,7 +34,7 @@ from dflash.backends.torch.target import TorchTarget
 from dflash.backends.torch.verify import draw, probabilities
 from dflash.compat import check_fit
 from dflash.draft_config import DFlashConfig, check_window
-from dflash.errors import IncompatibleDraft
+from dflash.errors import IncompatibleDraft, RequestError
 from dflash.protocols import NOTHING, Features, Proposal, Target
 from dflash.sampling import SamplingParams
 
@@ -113,7 +113,7 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         self.layers = nn.ModuleList(DraftLayer(config, rope) for _ in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(rope)
-        self._fits: weakref.WeakSet[TorchTarget] = weakref.WeakSet()
+        self._records: weakref.WeakKeyDictionary[TorchTarget, Record] = weakref.WeakKeyDictionary()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -126,10 +126,11 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
             raise IncompatibleDraft(
                 f"draft {self.name} was loaded for PyTorch, target {target.name} for another backend: load both alike"
             )
-        if target not in self._fits:
+        if target not in self._records:
             check_fit(self.name, self.config, self.path, target)
-            self._fits.add(target)
-        return DFlashDrafting(self, target, sampling, verification == "rejection", step)
+            self._records[target] = Record(self.name, target.name)
+        record = self._records[target]
+        return DFlashDrafting(self, target, sampling, verification == "rejection", step, record)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """Context [rows, T, hidden] from tapped hidden states [rows, T, taps * hidden]."""
@@ -152,7 +153,13 @@ class DFlashDrafting:
     """A draft at work: the context keys and values of some rows, committed positions only."""
 
     def __init__(
-        self, draft: DFlashDraftModel, target: TorchTarget, sampling: Sequence[SamplingParams], samples: bool, step: int
+        self,
+        draft: DFlashDraftModel,
+        target: TorchTarget,
+        sampling: Sequence[SamplingParams],
+        samples: bool,
+        step: int,
+        record: Record,
     ) -> None:
         self.draft = draft
         self.target = target
@@ -161,12 +168,18 @@ class DFlashDrafting:
         self._samplers = [_Sampler(s, samples and not s.greedy) for s in sampling]
         self._finite: Tensor | None = None
         self._warned = False
+        self._record = record
+        self._proposed = False
 
     @torch.inference_mode()
     def extend(self, tokens: list[list[int]], features: Features) -> None:
         """Absorb the features of newly committed positions; they are not needed afterwards."""
         self._report()
-        assert features.values is not None, "a DFlash draft taps at least one layer"
+        if features.values is None:
+            raise RequestError(f"draft {self.draft.name} was handed no hidden states: start the session with its taps")
+        if self._proposed:
+            self._record.came(tokens)
+        self._proposed = False
         context = self.draft.fuse(features.values.to(self.rows.device))
         rotary = self.draft.rotary_emb(context, self.rows.positions(context.shape[1]))
         for layer, kv in zip(self.draft.layers, self.context, strict=True):
@@ -180,6 +193,7 @@ class DFlashDrafting:
             return NOTHING
         self._warn_beyond_limit()
         scores = self.block_scores(pending, room)
+        self._proposed = True
         self._finite = torch.isfinite(scores.sum(dtype=torch.float32))  # one that is not makes the sum so
         return self._choose(scores[:, : self._promising(scores)])
 
