@@ -15,8 +15,8 @@ def check_counts(counts: Sequence[int], rows: int, width: int) -> None:
     """
     if len(counts) != rows or not all(isinstance(count, int) and 0 <= count <= width for count in counts):
         raise RequestError(
-            f"keep takes the number of positions to keep of each of the {rows} rows, from 0 to the {width} of the block, "
-            f"not {list(counts)}"
+            f"keep takes the number of positions to keep of each of the {rows} rows, from 0 to {width} as there are in "
+            f"the block, not {list(counts)}"
         )
 
 
