@@ -105,6 +105,13 @@ def test_a_real_process_reads_stdin_and_keeps_its_streams_apart(folder: Path) ->
     assert len(lines) == 2 + len(kinds), "a line of figures, a heading, and a bar for each number that occurred"
 
 
+def test_blocks_of_one_token_are_plain_decoding(run: Callable[..., Any], folder: Path) -> None:
+    asked = ["--prompt", PROMPT, "--max-new-tokens", "24", "--json"]
+    one = json.loads(run("generate", *asked, "--drafter", "ngram", "--block-size", "1").stdout)
+    assert one["tokens"] == expected(folder).tokens and one["rounds"] == [1] * 23 and one["proposed"] == 0
+    assert (one["settings"]["drafter"], one["settings"]["block_size"]) == ("none", 1)
+
+
 def test_interrupted_it_ends_quietly(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         yield SimpleNamespace(text="half an ans", tokens=[1], accepted=0)
@@ -119,7 +126,8 @@ def test_interrupted_it_ends_quietly(run: Callable[..., Any], monkeypatch: pytes
     ("arguments", "message"),
     [
         (["generate", "--model", "/nowhere/at-all", "--prompt", "x"], "/nowhere/at-all does not exist"),
-        (["generate", "--prompt", "x", "--block-size", "1"], "--block-size must be at least 2"),
+        (["generate", "--prompt", "x", "--block-size", "0"], "--block-size must be at least 2"),
+        (["verify", "--block-size", "1"], "--block-size 1) is what the others are compared with"),
         (["generate", "--prompt", "x", "--draft", "/nowhere/draft"], "/nowhere/draft does not exist"),
         (["generate", "--prompt", "x", "--drafter", "dflash"], "--drafter dflash needs a draft: give --draft"),
         (["generate", "--prompt", "x", "--drafter", "both"], "--drafter both needs a draft: give --draft"),

@@ -19,7 +19,7 @@ import tiny
 from dflash.backends.torch import cache
 from dflash.backends.torch.target import TorchTarget
 from dflash.decode import Request, decode
-from dflash.drafters import NGramDrafter, NoDrafter
+from dflash.drafters import BothDrafters, NGramDrafter, NoDrafter
 from dflash.errors import NonFiniteScores, PromptTooLong, RequestError
 from dflash.generate import collect
 from dflash.limits import Output
@@ -94,11 +94,31 @@ def test_prompts_in_every_form_give_the_same_answer(target: TorchTarget) -> None
     assert len({tuple(dflash.generate(target, None, None, form, max_tokens=8).tokens) for form in forms}) == 1
 
 
-@pytest.mark.parametrize("block_size", [0, 1, -4, True, 2.0])
-def test_a_block_below_two_is_refused_with_a_remedy(target: TorchTarget, draft: Any, block_size: Any) -> None:
+@pytest.mark.parametrize("block_size", [0, -4, True, 2.0])
+def test_a_block_below_one_is_refused_with_a_remedy(target: TorchTarget, draft: Any, block_size: Any) -> None:
     for any_draft in (draft, "ngram", None):
-        with pytest.raises(RequestError, match=r"at least 2 .*draft=None"):
+        with pytest.raises(RequestError, match=r"at least 2 .*, or 1 for plain decoding, not"):
             dflash.stream_generate(target, any_draft, None, TEXT, block_size=block_size)
+
+
+def test_a_block_of_one_is_plain_decoding_and_no_drafter_works(target: TorchTarget, draft: Any) -> None:
+    plain = dflash.generate(target, None, None, TEXT, max_tokens=20)
+
+    class Idle:
+        """Fails where a drafter would be put to work."""
+
+        block_size, taps = 8, (0, 1)
+
+        def start(self, *args: Any) -> Any:
+            raise AssertionError("there is nothing to draft")
+
+    for any_draft in (draft, BothDrafters(draft), "ngram", NGramDrafter(), Idle(), None):
+        for verification in ("match", "rejection"):
+            got = dflash.generate(
+                target, any_draft, None, TEXT, block_size=1, max_tokens=20, verification=verification
+            )  # fmt: skip
+            assert (got.tokens, got.rounds) == (plain.tokens, [1] * 19)
+            assert (got.proposed, got.acceptance_length) == (0, 1.0)
 
 
 def test_a_block_above_the_trained_one_warns_once(target: TorchTarget, draft: Any) -> None:

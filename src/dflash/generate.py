@@ -109,7 +109,8 @@ def stream_generate(
         tokenizer: a transformers tokenizer, or None for the target's own.
         prompt: chat messages, which go through the chat template; a string, which does not (raw text, or an
             already rendered template); or token ids.
-        block_size: tokens verified at once, the pending one included; the draft's own by default.
+        block_size: tokens verified at once, the pending one included; the draft's own by default. 1 leaves no room
+            for a guess: it is plain decoding, as with ``draft=None``, and the draft does nothing.
         stop: strings that end the answer.
         enable_thinking: handed to the chat template.
         verification: "match" (default), or "rejection", for which a draft samples its proposals.
@@ -204,13 +205,16 @@ def start(
     if not is_whole(prefill_chunk) or prefill_chunk < 1:
         raise RequestError(f"prefill_chunk must be a whole number of at least 1, not {prefill_chunk!r}")
     drafter = as_drafter(draft)
+    block_size = choose_block(drafter, block_size)
+    if block_size == 1:
+        drafter = NoDrafter()
     outputs = [new_output(model, tokenizer, max_tokens, stop) for _ in prompts]
     requests = [Request(*row) for row in zip(prompts, sampling, outputs, strict=True)]
     rounds = decode(
         model,
         drafter,
         requests,
-        block_size=choose_block(drafter, block_size),
+        block_size=block_size,
         verification=verification,
         prefill_chunk=int(prefill_chunk),
     )
@@ -245,14 +249,14 @@ def choose_block(drafter: Drafter, block_size: int | None) -> int:
     """The block size in force. Above the trained one works, with fewer drafts accepted: it warns once.
 
     Raises:
-        RequestError: not a whole number of at least 2 (for a drafter that proposes anything).
+        RequestError: not a whole number of at least 1.
     """
     if block_size is None:
         return drafter.block_size
-    if not is_whole(block_size) or block_size < 2:
+    if not is_whole(block_size) or block_size < 1:
         raise RequestError(
-            f"block_size must be a whole number of at least 2 (the pending token and one draft), not {block_size!r}; "
-            "for plain decoding pass draft=None"
+            "block_size must be a whole number of at least 2 (the pending token and one draft), or 1 for plain "
+            f"decoding, not {block_size!r}"
         )
     if drafter.block_size == 1:
         return 1

@@ -238,6 +238,14 @@ def test_chosen_systems_in_batches_sampled_with_repeats(run: Callable[..., Any],
     assert first != second, "each repeat has a seed of its own"
 
 
+def test_blocks_of_one_token_are_plain_decoding_of_the_same_pair(run: Callable[..., Any], tmp_path: Path) -> None:
+    result = run("--prompt", "x", "--block-size", "1", "--max-new-tokens", "5", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    found = load(tmp_path / "results.json")
+    assert list(found.systems) == ["plain", "transformers", "transformers-lookup"]
+    assert found.figures()["prompt"]["plain"].acceptance_length == 1.0
+
+
 def test_said_nothing_it_takes_a_few_of_each_sample(run: Callable[..., Any], tmp_path: Path) -> None:
     result = run("--systems", "plain", "--max-new-tokens", "2", "--output", tmp_path)
     assert result.exit_code == 0, result.output
@@ -253,7 +261,11 @@ def test_said_nothing_it_takes_a_few_of_each_sample(run: Callable[..., Any], tmp
         (["--prompt", "x", "--systems", "transformers-assisted"], "needs --assistant-model"),
         (["--prompt", "x", "--systems", "transformers-lookup", "--batch-size", "2"], "one prompt at a time"),
         (["--prompt", "x", "--temperature", "-1"], "temperature must be a number in"),
-        (["--prompt", "x", "--block-size", "1"], "--block-size must be at least 2"),
+        (["--prompt", "x", "--block-size", "0"], "--block-size must be at least 2"),
+        (
+            ["--prompt", "x", "--block-size", "1", "--systems", "draft"],
+            "--block-size 1 is plain decoding: ask for plain",
+        ),
         (["--dataset", "/nowhere.jsonl"], "/nowhere.jsonl does not exist"),
         (
             ["--backend", "openai", "--draft-min-confidence", "0.5"],
@@ -265,6 +277,55 @@ def test_said_nothing_it_takes_a_few_of_each_sample(run: Callable[..., Any], tmp
 def test_an_error_is_one_line(run: Callable[..., Any], arguments: list[str], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2 and message in one_line(result.stderr) and not result.stdout
+
+
+# --- what failed ------------------------------------------------------------------------------------
+
+
+def test_one_failed_prompt_is_exit_status_1_and_the_others_are_recorded(
+    run: Callable[..., Any], tmp_path: Path
+) -> None:
+    """It does not fit the context."""
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "x" * 3000, "two")))
+    command = ["--dataset", file, "--systems", "ngram,plain", "--max-new-tokens", "4", "--output", tmp_path / "out"]
+    for _ in range(2):  # gone on with, there is nothing left to do, and what failed failed all the same
+        result = run(*command)
+        assert result.exit_code == 1, result.output
+        last = one_line(result.stderr.strip().splitlines()[-1])
+        assert last.startswith("failed: 2 of 6 answers: PromptTooLong: the prompt has ")
+        found = load(tmp_path / "out" / "results.json")
+        assert found.complete and len(found.records) == 6
+        assert (tmp_path / "out" / "report.html").is_file()
+        assert "2 + 1 FAILED" in one_line(result.stdout)
+    compared = CliRunner().invoke(app, ["benchmark", "--compare", str(tmp_path / "out"), str(tmp_path / "out")])
+    assert compared.exit_code == 1 and "A lacks what failed, 2 of 6 answers: PromptTooLong" in one_line(compared.stdout)
+    assert "failed: 4 of 12 answers" in compared.stderr
+
+
+def test_a_system_that_answers_less_is_seen(results: Results, tmp_path: Path) -> None:
+    shorter = replace(
+        results,
+        records=[replace(r, answer=replace(r.answer, count=3)) if r.system == "draft" else r for r in results.records],
+    )
+    assert "of those of plain to the same prompts" not in " ".join(remarks(results))
+    told = [line for line in remarks(shorter) if "tokens of those of plain" in line]
+    assert len(told) == 1 and told[0].startswith("draft: its answers have 0.5")
+    for width in (80, 160):
+        text = printed(tables(shorter, width), width)
+        assert "mean" in text and " 3.0 " in text and "…" not in text
+    html = page(shorter, tmp_path, {})
+    assert "<td>3.0</td>" in html and "mean\ntokens" in html and "draft: its answers have 0.5" in html
+    compared = one_line(printed(comparison(results, shorter, "a", "b"), 200))
+    assert "draft: B's answers have 0.5" in compared
+    assert "ngram: B's answers" not in compared
+
+
+def test_many_kinds_of_failure_are_not_a_wall_of_text(results: Results) -> None:
+    records = [replace(r, answer=replace(r.answer, error=f"request {i} broke")) for i, r in enumerate(results.records)]
+    told = remarks(replace(results, records=records))
+    assert sum(line.startswith("failed 1 time: request") for line in told) == 10
+    assert "... and for 26 more reasons (results.json has all)" in told
 
 
 # --- as processes -----------------------------------------------------------------------------------

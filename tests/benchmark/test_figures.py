@@ -39,6 +39,8 @@ def test_a_fake_system_gives_exactly_the_expected_figures() -> None:
             answers=3,
             failures=1,
             tokens=27,
+            mean_tokens=9.0,
+            length_ratio=1.0,
             rounds=9,
             acceptance_length=8 / 3,
             by_position=[2 / 3, 2 / 3, 1 / 3, 0.0, 0.0, 0.0, 0.0],
@@ -59,7 +61,17 @@ def test_a_fake_system_gives_exactly_the_expected_figures() -> None:
     itself = figures(by_system["plain"], by_system["plain"])
     assert (itself.acceptance_length, itself.histogram, itself.by_position) == (1.0, [1.0], [])
     assert (itself.speedup, itself.identity, itself.rate) == (None, None, 36 / 152)
+    assert (itself.mean_tokens, itself.length_ratio) == (9.0, None)
     assert draft.warmed == plain.warmed == 1, "and the warm-up's 1000 seconds are in no figure"
+
+
+def test_lengths_are_compared_over_what_both_answered() -> None:
+    own = [record(count=6), record(prompt=1, count=2), record(prompt=2, count=100)]
+    base = [record("base", count=12), record("base", prompt=1, count=20), record("base", prompt=3, count=50)]
+    found = figures(own, base)
+    assert (found.mean_tokens, found.length_ratio) == (36.0, 8 / 32)
+    nothing = figures([record(count=0, error="x")], base)
+    assert (nothing.mean_tokens, nothing.length_ratio) == (None, None)
 
 
 # --- acceptance -------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ CASES = {
     "a byte order mark": ("\ufeffdata: a\n\ndata: \ufeffb\n\n", ["a", "\ufeffb"]),
     "all kinds of line ends": ("data: a\r\n\r\ndata: b\r\rdata: c\n\ndata: d\r\n\ndata: e\n\r\n\n\n", list("abcde")),
     "one space is not of the data": ("data:a\n\ndata: b\n\ndata:  c \n\n", ["a", "b", " c "]),
-    "comments and other fields": (": hello\n\nevent: x\nid: 1\nretry: 5\ndata: a\n:\nfoo: b\nDATA: c\n\nid: 2\n\n", ["a"]),
+    "comments and other fields": (": hi\n\nevent: x\nid: 1\nretry: 5\ndata: a\n:\nfoo: b\nDATA: c\n\nid: 2\n\n", ["a"]),
     "without an empty line it is no event": ("data: a\n\ndata: b\n", ["a"]),
     "other letters": ("data: 日本語 é 😀\n\n", ["日本語 é 😀"]),
 }  # fmt: skip
@@ -102,8 +102,7 @@ def test_a_line_without_an_end_is_a_failed_answer(served: tuple[str, State]) -> 
 
 
 PAGE = (
-    '\ufeffvllm:spec_decode_num_drafts_total{model_name="a\u2028b"} 5\r\n'
-    "vllm:spec_decode_num_accepted_tokens_total 7\n"
+    '\ufeffvllm:spec_decode_num_drafts_total{model_name="a\u2028b"} 5\r\nvllm:spec_decode_num_accepted_tokens_total 7\n'
 )
 
 

@@ -236,6 +236,21 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         datasets.read("alpaca-sample")
 
 
+@pytest.mark.parametrize("escape", ["../x/evil", "./gsm8k", "", "sub/../gsm8k", "{absolute}/evil"])
+def test_a_sample_is_one_that_ships_and_never_a_path(
+    escape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are there, and would be read if the name became part of a path."""
+    for folder in ("data", "x", "data/sub"):
+        (tmp_path / folder).mkdir()
+    for name in ("data/gsm8k", "x/evil", "evil", "data/"):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "secret"}\n')
+    monkeypatch.setattr(datasets, "SAMPLES", tmp_path / "data")
+    with pytest.raises(RequestError, match="ships with this package: there are"):
+        datasets.read(escape.format(absolute=tmp_path) + "-sample")
+    assert datasets.read("gsm8k-sample").talks == {0: ("secret",)}
+
+
 def test_no_set_is_called_as_the_line_over_all(tmp_path: Path) -> None:
     (tmp_path / "all.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(RequestError, match="cannot be called all"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,38 @@ def in_sight(query: Any, key: Any, window: int | None, causal: bool) -> Any:
     reach = _EVERYWHERE if window is None else window
     ahead = key - query
     return (ahead > -reach) & (ahead < (1 if causal else reach))
+
+FRUITLESS = 200
+"""Blocks in a row without one accepted token, after which a draft is called no help: a poor one has a few in ten."""
+
+
+class Record:
+    """How the blocks of a draft fare with one target, over all requests. Says once when they bring nothing.
+
+    Args:
+        draft, target: their names, for the message.
+    """
+
+    def __init__(self, draft: str, target: str) -> None:
+        self._names = draft, target
+        self._fruitless = 0
+        self._said = False
+
+    def came(self, tokens: list[list[int]]) -> None:
+        """The tokens that each row was given after a block of the draft: the target's own, and the accepted ones."""
+        if any(len(new) > 1 for new in tokens):
+            self._fruitless = 0
+            return
+        self._fruitless += len(tokens)
+        if self._fruitless >= FRUITLESS and not self._said:
+            self._said = True
+            draft, target = self._names
+            warnings.warn(
+                f"none of the last {self._fruitless} blocks of draft {draft} had a token that {target} accepted, so it "
+                "only costs time: check that it was made for this target, for the thinking mode in use "
+                "(enable_thinking), and that it runs in the dtype it was trained in",
+                stacklevel=4,
+            )
 
 
 class PublishedDraft:

@@ -50,6 +50,7 @@ class Loaded:
     """What local systems share.
 
     Attributes:
+        draft: None where there is none, and where blocks of one token leave it nothing to do.
         split: whether our loops measure where a round's time goes.
         at_once: rows decoded together.
     """
@@ -93,7 +94,7 @@ def _descriptions(loaded: Loaded) -> dict[str, str]:
         BOTH: "our loop with the draft, and with n-grams where they promise as much"
         if loaded.draft is not None
         else "",
-        NGRAM: f"our loop with the n-gram drafter{block}",
+        NGRAM: f"our loop with the n-gram drafter{block}" if loaded.block_size != 1 else "",
         PLAIN: "our loop with no drafter",
     }
     one = loaded.at_once == 1
@@ -107,6 +108,8 @@ def _descriptions(loaded: Loaded) -> dict[str, str]:
 
 
 def _why(name: str, loaded: Loaded) -> str:
+    if name in (DRAFT, BOTH, NGRAM) and loaded.block_size == 1:
+        return f" (--block-size 1 is plain decoding: ask for {PLAIN})"
     if name in (DRAFT, BOTH) and loaded.draft is None:
         return f" ({name} needs --draft-model)"
     if name == ASSISTED and loaded.assistant is None:

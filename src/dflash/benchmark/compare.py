@@ -14,7 +14,7 @@ from rich.text import Text
 from dflash.benchmark.answers import Record
 from dflash.benchmark.figures import Figures, figures
 from dflash.benchmark.results import ALL, Results
-from dflash.benchmark.table import NOTHING, speedup
+from dflash.benchmark.table import NOTHING, OTHER_LENGTH, failures, speedup
 from dflash.errors import RequestError
 
 Key: TypeAlias = tuple[str, int, int, int]
@@ -39,31 +39,49 @@ def comparison(one: Results, other: Results, a: str, b: str) -> RenderableType:
             datasets.remove(dataset)  # the same index is another prompt
     parts: list[RenderableType] = [Text(f"A  {a}"), Text(f"B  {b}"), *_differences(one, other), Text("")]
     apart: list[str] = []
-    compared = False
+    whole: list[_Pair] = []
+    """Of the last line: all data sets."""
     for dataset in [*datasets, *([ALL] if len(datasets) > 1 else [])]:
         title = "all data sets" if dataset == ALL else dataset
         pairs = [_pair(one, other, system, dataset, datasets) for system in shared]
         found = [pair for pair in pairs if pair is not None]
-        compared = compared or bool(found)
+        whole = found or whole
         parts += [
             _table(title, _ANSWERS, [p.answers() for p in found]),
             _table("", _SPEEDS, [p.speeds() for p in found]),
         ]
         apart += [f"{pair.system} on {title}" for pair in found if pair.apart]
-    caps = [results.settings.get("max_new_tokens") for results in (one, other)]
-    if caps[0] != caps[1]:
-        parts.append(
-            Text(
-                f"A's answers end at {caps[0]} tokens, B's at {caps[1]}: the same answers, cut elsewhere, count as "
-                "different ones, and acceptance and speed are of texts of different length",
-                "bold",
-            )
-        )
+    if not whole:
+        raise RequestError("the two results share no system that answered the same prompts: nothing to compare")
+    parts += _lacking(one, other)
+    parts += _lengths(one, other, whole)
     if apart:
         parts.append(Text(f"speed-ups whose intervals do not meet: {', '.join(apart)}", "bold"))
-    if not compared:
-        raise RequestError("the two results share no system that answered the same prompts: nothing to compare")
     return Group(*parts)
+
+
+def _lacking(one: Results, other: Results) -> Iterable[Text]:
+    """What is in no figure because it failed, or was never asked."""
+    for label, results in (("A", one), ("B", other)):
+        if not results.complete:
+            yield Text(f"{label} is not complete: it was stopped early", "bold")
+        if (failed := failures(results.records)) is not None:
+            yield Text(f"{label} lacks what failed, {failed}", "bold red")
+
+
+def _lengths(one: Results, other: Results, pairs: Iterable[_Pair]) -> Iterable[Text]:
+    """Where answers of different length were timed."""
+    caps = [results.settings.get("max_new_tokens") for results in (one, other)]
+    if caps[0] != caps[1]:
+        yield Text(
+            f"A's answers end at {caps[0]} tokens, B's at {caps[1]}: the same answers, cut elsewhere, count as "
+            "different ones, and acceptance and speed are of texts of different length",
+            "bold",
+        )
+    for pair in pairs:
+        ratio = pair.against.length_ratio
+        if ratio is not None and abs(ratio - 1) > OTHER_LENGTH:
+            yield Text(f"{pair.system}: B's answers have {ratio:.2f} times the tokens of A's", "bold")
 
 
 def _differences(one: Results, other: Results) -> Iterable[Text]:

@@ -102,18 +102,19 @@ def read(name: str, max_samples: int | None = None) -> Dataset:
     """
     if not name.strip():
         raise RequestError("the name of a data set is empty: give a file, or one of " + ", ".join(HUB))
-    sample = SAMPLES / f"{name.removesuffix(SAMPLE)}.jsonl"
+    shipped = {file.stem: file for file in sorted(SAMPLES.glob("*.jsonl"))}
+    sample = shipped.get(name.removesuffix(SAMPLE))  # looked up: a path made of the name could lead anywhere
     if name.endswith(SAMPLE):
-        if not sample.is_file():
-            shipped = ", ".join(sorted(file.stem + SAMPLE for file in SAMPLES.glob("*.jsonl")))
-            raise RequestError(f"no {name} ships with this package: there are {shipped}")
+        if sample is None:
+            there = ", ".join(stem + SAMPLE for stem in shipped)
+            raise RequestError(f"no {name} ships with this package: there are {there}")
         return _file(name.removesuffix(SAMPLE), sample, max_samples)
     if name not in HUB:
         return _file(Path(name).stem, Path(name), max_samples)
     try:
         return _fetched(name, HUB[name], max_samples)
     except RequestError as error:
-        if not sample.is_file():
+        if sample is None:
             raise
         note = f"{name}: the sample that ships is used, for the whole set could not be fetched ({error})"
         return _file(name, sample, max_samples, note)

@@ -84,7 +84,8 @@ class Figures:
 
     Attributes:
         answers, failures: that came, and that did not.
-        tokens: of the answers.
+        tokens: of the answers; ``mean_tokens``: of one answer, on average.
+        length_ratio: tokens over the baseline's, for what both answered. None for the baseline itself.
         rounds: decode rounds, the prefill's not among them.
         acceptance_length: tokens of the decode rounds over decode rounds.
         by_position: for k = 1, 2, ... the share of the rounds that tested a k-th proposal in which it stood.
@@ -102,6 +103,8 @@ class Figures:
     answers: int
     failures: int
     tokens: int
+    mean_tokens: float | None
+    length_ratio: float | None
     rounds: int | None
     acceptance_length: float | None
     by_position: list[float]
@@ -146,6 +149,8 @@ def figures(
         answers=len(answers),
         failures=len(records) - len(answers),
         tokens=sum(answer.count for answer in answers),
+        mean_tokens=sum(answer.count for answer in answers) / len(answers) if answers else None,
+        length_ratio=length_ratio(pairs),
         rounds=len(rounds) if known else None,
         acceptance_length=acceptance_length(rounds),
         by_position=by_position(rounds),
@@ -283,6 +288,12 @@ def ratio(pairs: Sequence[Pair], decoding: bool = False, seed: int = 0) -> Ratio
     tail = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(values[np.isfinite(values)], [tail, 100 - tail])
     return Ratio(float(value), float(low), float(high), len(sums))
+
+
+def length_ratio(pairs: Sequence[Pair]) -> float | None:
+    """Tokens of a system over the baseline's. Far from 1, their speeds are of texts of different length."""
+    tokens, others = (sum(pair[which].answer.count for pair in pairs) for which in (0, 1))
+    return tokens / others if others else None
 
 
 def _sums(pairs: Sequence[Pair], which: int, decoding: bool) -> tuple[float, float]:

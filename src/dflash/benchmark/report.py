@@ -39,6 +39,7 @@ ul { font-size: 0.9rem; }
 _TERMS = (
     ("tokens a round", "tokens of the decode rounds over decode rounds (forwards of the target after the prefill), the "
      "target's own token included, cut at the end of the answer; 1 is plain decoding"),
+    ("mean tokens", "of the answers that came, on average; a system that answers less does less"),
     ("first token", "median time from the call to the first token"),
     ("decode", "tokens after the first of each answer, per second between first token and end"),
     ("end to end", "all tokens, per second from call to end"),

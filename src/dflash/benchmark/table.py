@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich import box
@@ -9,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dflash.benchmark.answers import Record
 from dflash.benchmark.figures import Figures, Identity, Ratio, RoundTime
 from dflash.benchmark.results import ALL, Results
 
@@ -17,6 +19,7 @@ NOTHING = "–"
 COLUMNS = (
     "system",
     "answers",
+    "mean\ntokens",
     "tokens\na round",
     "to first\ntoken ms",
     "decode\ntok/s",
@@ -34,6 +37,7 @@ def row(name: str, found: Figures, baseline: bool) -> list[str]:
     return [
         name,
         f"{found.answers}{failures}",
+        _number(found.mean_tokens, 1),
         _acceptance(found),
         _number(found.first_token, 0),
         _number(found.decode_rate, 1),
@@ -80,8 +84,8 @@ def identical(found: Identity | None) -> str:
     return text + (f", {found.different} DIFFER" if found.different else "")
 
 
-_SPEED = (0, 3, 4, 5, 6)
-_ROUNDS = (0, 1, 2, 7, 8, 9)
+_SPEED = (0, 2, 4, 5, 6, 7)
+_ROUNDS = (0, 1, 3, 8, 9, 10)
 _WIDE = 146
 """Columns of text that one table of everything takes. In less, it is two tables."""
 
@@ -105,7 +109,7 @@ def tables(results: Results, width: int) -> RenderableType:
 def _table(title: str | None, rows: Sequence[list[str]], columns: Sequence[int]) -> Table:
     """Columns that no system has anything in are left out."""
     used = [i for i in columns if i == 0 or any(r[i] not in (NOTHING, "baseline") for r in rows)]
-    table = Table(*(COLUMNS[i] for i in used), box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(*(COLUMNS[i] for i in used), box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     if title is not None:
         table.title, table.title_justify = Text(title, "bold"), "left"
     for at, i in enumerate(used):
@@ -132,12 +136,29 @@ def disturbed(results: Results) -> int:
     return sum((answer.cpu_seconds or 0.0) < BUSY * answer.seconds for answer in answers)
 
 
+OTHER_LENGTH = 0.1
+"""Answers that are this much shorter or longer than the baseline's, on average, are not quite the same work."""
+
 _IF_SLOWER = {
     "draft": "Try a smaller --block-size or a larger --draft-min-confidence; with a model that thinks, the mode the "
     "draft was trained for (--enable-thinking).",
     "both": "Try a smaller --block-size or a larger --draft-min-confidence.",
     "ngram": "Try a smaller --block-size.",
 }
+
+
+_MOST_REASONS = 10
+"""Of failures; a server may word each one otherwise."""
+
+
+def failures(records: Sequence[Record]) -> str | None:
+    """How many of these answers failed, and why most of them did; None if all came."""
+    reasons = Counter(record.answer.error for record in records if record.answer.error).most_common()
+    if not reasons:
+        return None
+    failed = sum(count for _, count in reasons)
+    others = "" if len(reasons) == 1 else f"; {failed - reasons[0][1]} for other reasons"
+    return f"{failed} of {len(records)} answers: {reasons[0][0]}{others}"
 
 
 def remarks(results: Results) -> list[str]:
@@ -156,13 +177,20 @@ def remarks(results: Results) -> list[str]:
                 f"{name} is SLOWER than {results.baseline} here: a round costs more than the tokens it brings. "
                 + _IF_SLOWER[name]
             )
+        if found.length_ratio is not None and abs(found.length_ratio - 1) > OTHER_LENGTH:
+            lines.append(
+                f"{name}: its answers have {found.length_ratio:.2f} times the tokens of those of {results.baseline} to "
+                "the same prompts: the speeds are of texts of different length."
+            )
         if found.acceptance_length is None and found.server_length is not None:
             lines.append(f"* {name}: as the server counts it, tokens beyond the end of an answer perhaps included.")
         if found.decode_rate is None and found.answers:
             lines.append(f"{name}: no decode rate: no answer has a second token.")
-    for error in dict.fromkeys(r.answer.error for r in results.records if r.answer.error):
-        count = sum(r.answer.error == error for r in results.records)
+    reasons = Counter(r.answer.error for r in results.records if r.answer.error).most_common()
+    for error, count in reasons[:_MOST_REASONS]:
         lines.append(f"failed {count} time{'s' * (count != 1)}: {error}")
+    if len(reasons) > _MOST_REASONS:
+        lines.append(f"... and for {len(reasons) - _MOST_REASONS} more reasons (results.json has all)")
     for parting in results.partings[:10]:
         dataset, prompt, turn, _ = parting.key
         where = f"{parting.system} parts from {results.baseline} at token {parting.position} of {dataset} {prompt}"

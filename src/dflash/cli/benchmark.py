@@ -20,6 +20,7 @@ from dflash.cli.progress import meter
 from dflash.errors import RequestError
 
 if TYPE_CHECKING:
+    from dflash.benchmark.answers import Record
     from dflash.benchmark.assemble import Line
     from dflash.benchmark.datasets import Dataset
     from dflash.benchmark.parallel import Share
@@ -34,7 +35,7 @@ _MODELS = "Models"
 _SERVERS = "Servers (--backend openai)"
 
 FAILED = 1
-"""Exit status when a system gave no answer at all."""
+"""Exit status when an answer failed; of --compare, when one in either of the results did."""
 
 INTERRUPTED = 130
 
@@ -42,6 +43,7 @@ A_FEW = 5
 """Prompts of each shipped sample where nothing is said: minutes on a CPU, not hours."""
 
 EPILOG = (
+    "Exit status: 0 if every answer came, 1 if one failed, 2 for an error, 130 when stopped.\n\n"
     "Every figure is defined in docs/benchmark.md. With --output the run can be stopped and gone on with by the same "
     "command. Several processes share the prompts: torchrun --nproc-per-node 2 -m dflash.benchmark ..."
 )
@@ -303,7 +305,7 @@ def _of_pair(
     loaded = assemble.Loaded(
         pair.target,
         asking,
-        pair.drafter if wanted.draft is not None else None,
+        pair.drafter if wanted.kind == "dflash" else None,
         wanted.draft,
         helper,
         wanted.block_size,
@@ -351,7 +353,16 @@ def _measure(
         _finish(_results(bench, settings, where, records, complete, asked, asking), output)
     if not complete:
         raise typer.Exit(INTERRUPTED)
-    if share.rank == 0 and not set(bench.line.descriptions) <= {r.system for r in records if not r.answer.error}:
+    if share.rank == 0:
+        _exit_of(records)
+
+
+def _exit_of(records: Sequence[Record]) -> None:
+    """Say at the end how many answers failed and why, and end with that status."""
+    from dflash.benchmark.table import failures
+
+    if (failed := failures(records)) is not None:
+        console.say("failed", failed, "bold red")
         raise typer.Exit(FAILED)
 
 
@@ -423,10 +434,12 @@ def _check_drawing() -> None:
     check_matplotlib()
 
 
-def _compare(one: Path, other: Path) -> None:
+def _compare(*places: Path) -> None:
     from dflash.benchmark.compare import comparison
     from dflash.benchmark.results import load
 
     # A folder stands for the results in it.
-    a, b = (place / "results.json" if place.is_dir() else place for place in (one, other))
-    console.stdout().print(comparison(load(a), load(b), str(a), str(b)))
+    a, b = (place / "results.json" if place.is_dir() else place for place in places)
+    one, other = load(a), load(b)
+    console.stdout().print(comparison(one, other, str(a), str(b)))
+    _exit_of([*one.records, *other.records])

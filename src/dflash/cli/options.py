@@ -126,7 +126,7 @@ BlockSize = Annotated[
     int | None,
     typer.Option(
         metavar="B",
-        help="Tokens verified at once, the pending one included. By default the drafter's own.",
+        help="Tokens verified at once, the pending one included. By default the drafter's own; 1 is plain decoding.",
         rich_help_panel=_BLOCKS,
     ),
 ]

@@ -57,12 +57,12 @@ class Wanted:
                     raise RequestError(f"{option} is not used by --drafter {self.drafter}: leave one of them out")
                 if value:
                     raise RequestError(f"{option} needs a draft: give --draft with a folder or a hub id")
-        elif self.kind not in DRAFTING:
-            raise RequestError(f"--draft is not used by --drafter {self.kind}: leave one of them out")
-        if self.block_size is not None and self.block_size < 2:
+        elif self.drafter not in (None, *DRAFTING):
+            raise RequestError(f"--draft is not used by --drafter {self.drafter}: leave one of them out")
+        if self.block_size is not None and self.block_size < 1:
             raise RequestError(
-                f"--block-size must be at least 2 (the pending token and one draft), not {self.block_size}; "
-                "for plain decoding use --drafter none (of benchmark: --systems plain)"
+                "--block-size must be at least 2 (the pending token and one draft), or 1 for plain decoding, not "
+                f"{self.block_size}"
             )
 
     @property
@@ -74,7 +74,9 @@ class Wanted:
 
     @property
     def kind(self) -> DrafterKind:
-        """What drafts: as asked for, else a draft where there is one."""
+        """What drafts: as asked for, else a draft where there is one. In blocks of one token nothing does."""
+        if self.block_size == 1:
+            return "none"
         return self.drafter or ("ngram" if self.draft_source is None else "both")
 
 
@@ -137,7 +139,7 @@ def load_pair(wanted: Wanted) -> Pair:
 
 
 def _drafter(wanted: Wanted) -> Drafter:
-    if wanted.draft_source is None:
+    if wanted.draft_source is None or wanted.kind not in DRAFTING:
         return as_drafter(wanted.kind)
     draft = dflash.load_draft(
         wanted.draft_source,

@@ -87,7 +87,10 @@ def verify(
         draft_sliding_window_size, draft_bits, draft_min_confidence,
     )  # fmt: skip
     if wanted.kind == "none":
-        raise RequestError("--drafter none is what the others are compared with: choose both, dflash or ngram")
+        raise RequestError(
+            "plain decoding (--drafter none, --block-size 1) is what the others are compared with: choose both, dflash "
+            "or ngram, and blocks of at least 2"
+        )
     questions = _questions(file, prompt or [], max_samples)
     pair = load_pair(wanted)
     checks = []

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from dflash.backends.draft import PublishedDraft, in_sight
+from dflash.backends.draft import PublishedDraft, Record, in_sight
 from dflash.backends.mlx.architectures import Anatomy
 from dflash.backends.mlx.cache import AttentionCache, Rows
 from dflash.backends.mlx.copies import is_copy
@@ -25,7 +25,7 @@ from dflash.backends.mlx.target import MlxTarget
 from dflash.backends.mlx.verify import Noise, Processors, draw, noise_of
 from dflash.checkpoint import HEAD
 from dflash.draft_config import DFlashConfig, check_window
-from dflash.errors import IncompatibleDraft
+from dflash.errors import IncompatibleDraft, RequestError
 from dflash.protocols import NOTHING, Features, Proposal, Target
 from dflash.sampling import SamplingParams
 
@@ -132,7 +132,7 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         self.lm_head = None if own is None else nn.Linear(config.hidden_size, own, bias=False)
         self._target_ids = None
         self.once = Warnings(self)
-        self._fits: weakref.WeakSet[Anatomy] = weakref.WeakSet()
+        self._records: weakref.WeakKeyDictionary[Anatomy, Record] = weakref.WeakKeyDictionary()
 
     def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> DFlashDrafting:
         """See ``protocols.Drafter``."""
@@ -141,7 +141,8 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
                 f"draft {self.name} was loaded for MLX, target {target.name} for another backend: load both alike"
             )
         self.check_fit(target)
-        return DFlashDrafting(self, target, sampling, verification == "rejection", step)
+        record = self._records[target.anatomy]
+        return DFlashDrafting(self, target, sampling, verification == "rejection", step, record)
 
     def check_fit(self, target: MlxTarget) -> None:
         """Whether it was made for a target; of each target this is asked once.
@@ -150,7 +151,7 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
             IncompatibleDraft: see ``compat.check_fit``; or it comes with an embedding or a head of another target.
         """
         anatomy = target.anatomy
-        if anatomy in self._fits:
+        if anatomy in self._records:
             return
         head = anatomy.head if isinstance(anatomy.head, nn.Module) else anatomy.embed  # a tied head is a method of it
         ids = self._target_ids
@@ -159,7 +160,7 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
             0 if ids is None else max(cast("list[int]", ids.tolist())),
             lambda tensor, file: is_copy(tensor, file, head if tensor == HEAD else anatomy.embed),
         )
-        self._fits.add(anatomy)
+        self._records[anatomy] = Record(self.name, target.name)
 
     def name_tokens(self, offsets: np.ndarray) -> None:
         """Of a draft with a reduced vocabulary [draft_vocab_size]: its token i is the target's i + offset."""
@@ -196,7 +197,13 @@ class DFlashDrafting:
     """A draft at work: the context keys and values of some rows, committed positions only."""
 
     def __init__(
-        self, draft: DFlashDraftModel, target: MlxTarget, sampling: Sequence[SamplingParams], samples: bool, step: int
+        self,
+        draft: DFlashDraftModel,
+        target: MlxTarget,
+        sampling: Sequence[SamplingParams],
+        samples: bool,
+        step: int,
+        record: Record,
     ) -> None:
         self.draft = draft
         self.target = target
@@ -206,12 +213,18 @@ class DFlashDrafting:
         if samples and not all(one.greedy for one in sampling):
             self._sampler = _Sampler(sampling, draft.config.draft_vocab_size or target.vocab_size)
         self._finite: mx.array | None = None
+        self._record = record
+        self._proposed = False
 
     def extend(self, tokens: list[list[int]], features: Features) -> None:
         """Absorb the features of newly committed positions; they are not needed afterwards."""
         if self._finite is not None:
             self.draft.once.if_not(self._finite)
-        assert features.values is not None, "a DFlash draft taps at least one layer"
+        if features.values is None:
+            raise RequestError(f"draft {self.draft.name} was handed no hidden states: start the session with its taps")
+        if self._proposed:
+            self._record.came(tokens)
+        self._proposed = False
         context, offset = self.draft.fuse(features.values), self.rows.offset
         for layer, kv in zip(self.draft.layers, self.context, strict=True):
             kv.update_and_fetch(*layer.self_attn.keys_values(context, self.draft.rotary, offset))
@@ -224,6 +237,7 @@ class DFlashDrafting:
         if room == 0:
             return NOTHING
         self.draft.once.if_beyond(max(self.rows.lengths))
+        self._proposed = True
         scores = self.block_scores(pending, room)
         proposal, self._finite = self._choose(scores[:, : self._promising(scores)])
         # The draft runs while the host still puts the target's forward together.

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
+from dflash.backends.keep import check_first
 from dflash.backends.mlx.architectures import Anatomy, context_length, dissect, eos_ids
 from dflash.backends.mlx.sampler import Processor, Sampler, SamplerVerifier
 from dflash.backends.mlx.seams import reader
@@ -229,7 +230,7 @@ class Ahead:
 
     def keep(self, counts: list[int]) -> Features:
         """See ``protocols.Round``."""
-        assert not self.kept, "a round is kept once"
+        check_first(self.kept)
         features = self._session.keep(counts, self._width)
         self.kept = True
         return features

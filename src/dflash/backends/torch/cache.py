@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
+from dflash.backends.keep import check_counts
 from dflash.backends.torch.architectures import CONV, DUMMY, HYBRID, LINEAR, SLIDING, Anatomy, Mixer, seams
+from dflash.errors import UnsupportedTarget
 
 GROWTH = 256
 """Slots added at a time to a full-attention layer."""
@@ -187,7 +189,8 @@ class RecurrentLayer(LinearAttentionLayer):
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Tensor:
         """Slide the window over ``conv_states`` [1, channels, T]; return old window and new inputs together."""
-        assert conv_kernel_size is not None, "transformers gave no kernel size"
+        if conv_kernel_size is None:
+            raise UnsupportedTarget(f"{type(self.mixer).__name__} does not say how wide its convolution is")
         old = self.conv_states[state_idx]
         full = conv_states if old is None else torch.cat([old, conv_states], dim=-1)
         self.conv_states[state_idx] = full[..., -conv_kernel_size:]
@@ -218,7 +221,8 @@ class RecurrentLayer(LinearAttentionLayer):
     def keep(self, count: int, width: int, cache: RollbackCache) -> None:
         """From the state after ``width`` positions to the one after the first ``count`` of them."""
         recorded, self.recorded = self.recorded, None
-        assert recorded is not None, "keep without mark"
+        if recorded is None:
+            raise UnsupportedTarget("a recurrent layer read a block without being recorded: its state cannot be kept")
         if count == width:
             return
         self.restore()
@@ -304,7 +308,7 @@ class RollbackCache(Cache):
 
     def keep(self, counts: list[int], width: int) -> None:
         """After a block of ``width``: each row keeps its first ``counts[r]`` positions."""
-        assert all(0 <= count <= width for count in counts), f"cannot keep {counts} of {width}"
+        check_counts(counts, len(self.rows.lengths), width)
         for layer in self.recurrent:
             layer.keep(counts[0], width, self)
         self.rows.advance(counts)

@@ -26,7 +26,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
 )
 
-from dflash.backends.draft import PublishedDraft, in_sight
+from dflash.backends.draft import PublishedDraft, Record, in_sight
 from dflash.backends.torch.attention import grouped
 from dflash.backends.torch.cache import AttentionLayer, Rows
 from dflash.backends.torch.copies import is_copy
@@ -35,7 +35,7 @@ from dflash.backends.torch.target import TorchTarget
 from dflash.backends.torch.verify import draw, probabilities
 from dflash.checkpoint import HEAD
 from dflash.draft_config import DFlashConfig, check_window
-from dflash.errors import IncompatibleDraft
+from dflash.errors import IncompatibleDraft, RequestError
 from dflash.protocols import NOTHING, Features, Proposal, Target
 from dflash.sampling import SamplingParams
 
@@ -125,7 +125,7 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         own = config.draft_vocab_size
         self.lm_head = None if own is None else nn.Linear(config.hidden_size, own, bias=False)
         self.register_buffer("d2t", None if own is None else torch.zeros(own, dtype=torch.long))
-        self._fits: weakref.WeakSet[TorchTarget] = weakref.WeakSet()
+        self._records: weakref.WeakKeyDictionary[TorchTarget, Record] = weakref.WeakKeyDictionary()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -139,7 +139,8 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
                 f"draft {self.name} was loaded for PyTorch, target {target.name} for another backend: load both alike"
             )
         self.check_fit(target)
-        return DFlashDrafting(self, target, sampling, verification == "rejection", step)
+        record = self._records[target]
+        return DFlashDrafting(self, target, sampling, verification == "rejection", step, record)
 
     def check_fit(self, target: TorchTarget) -> None:
         """Whether it was made for a target; of each target this is asked once.
@@ -147,7 +148,7 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         Raises:
             IncompatibleDraft: see ``compat.check_fit``; or it comes with an embedding or a head of another target.
         """
-        if target in self._fits:
+        if target in self._records:
             return
         head, embedding = target.anatomy.head, target.anatomy.embedding
         ids = self._target_ids()
@@ -156,7 +157,7 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
             0 if ids is None else int(ids.max()),
             lambda tensor, file: is_copy(tensor, file, cast("Tensor", (head if tensor == HEAD else embedding).weight)),
         )
-        self._fits.add(target)
+        self._records[target] = Record(self.name, target.name)
 
     def _target_ids(self) -> Tensor | None:
         """[draft_vocab_size]: the target's ids of the tokens of a reduced vocabulary."""
@@ -202,7 +203,13 @@ class DFlashDrafting:
     """A draft at work: the context keys and values of some rows, committed positions only."""
 
     def __init__(
-        self, draft: DFlashDraftModel, target: TorchTarget, sampling: Sequence[SamplingParams], samples: bool, step: int
+        self,
+        draft: DFlashDraftModel,
+        target: TorchTarget,
+        sampling: Sequence[SamplingParams],
+        samples: bool,
+        step: int,
+        record: Record,
     ) -> None:
         self.draft = draft
         self.target = target
@@ -211,12 +218,18 @@ class DFlashDrafting:
         self._samplers = [_Sampler(s, samples and not s.greedy) for s in sampling]
         self._finite: Tensor | None = None
         self._warned = False
+        self._record = record
+        self._proposed = False
 
     @torch.inference_mode()
     def extend(self, tokens: list[list[int]], features: Features) -> None:
         """Absorb the features of newly committed positions; they are not needed afterwards."""
         self._report()
-        assert features.values is not None, "a DFlash draft taps at least one layer"
+        if features.values is None:
+            raise RequestError(f"draft {self.draft.name} was handed no hidden states: start the session with its taps")
+        if self._proposed:
+            self._record.came(tokens)
+        self._proposed = False
         context = self.draft.fuse(features.values.to(self.rows.device))
         rotary = self.draft.rotary_emb(context, self.rows.positions(context.shape[1]))
         for layer, kv in zip(self.draft.layers, self.context, strict=True):
@@ -230,6 +243,7 @@ class DFlashDrafting:
             return NOTHING
         self._warn_beyond_limit()
         scores = self.block_scores(pending, room)
+        self._proposed = True
         self._finite = torch.isfinite(scores.sum(dtype=torch.float32))  # one that is not makes the sum so
         return self._choose(scores[:, : self._promising(scores)])
 

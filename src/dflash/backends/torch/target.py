@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dflash.backends.keep import check_first
 from dflash.backends.rows import RowByRow
 from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, context_length, dissect, eos_ids, seams
 from dflash.backends.torch.attention import GROUPED
@@ -265,7 +266,7 @@ class Ahead:
     @torch.inference_mode()
     def keep(self, counts: list[int]) -> Features:
         """See ``protocols.Round``."""
-        assert not self.kept, "a round is kept once"
+        check_first(self.kept)
         self._session.cache.keep(counts, self._width)
         self.kept = True
         return self._session._features(counts)

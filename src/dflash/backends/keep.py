@@ -1,0 +1,30 @@
+"""What may be asked of a round, on every backend. Raised, not asserted: drafters and loops of others call it too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dflash.errors import RequestError
+
+
+def check_counts(counts: Sequence[int], rows: int, width: int) -> None:
+    """Whether each row can keep so many positions of a block.
+
+    Raises:
+        RequestError: a row too few or too many, or a number of positions that the block does not have.
+    """
+    if len(counts) != rows or not all(isinstance(count, int) and 0 <= count <= width for count in counts):
+        raise RequestError(
+            f"keep takes the number of positions to keep of each of the {rows} rows, from 0 to {width} as there are in "
+            f"the block, not {list(counts)}"
+        )
+
+
+def check_first(kept: bool) -> None:
+    """Whether a round was not kept before.
+
+    Raises:
+        RequestError: it was; the caches have moved on.
+    """
+    if kept:
+        raise RequestError("this round was kept already: keep takes all rows at once, once a round")
