@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from dflash.draft_config import DFlashConfig
+from dflash.protocols import Drafting, Target
+from dflash.sampling import SamplingParams
 
 
 class PublishedDraft:
-    """A draft made as a config says.
+    """A draft made as a config says, and as such a drafter. ``dflash.load_draft`` gives one of a backend.
 
     Attributes:
         config: see ``DFlashConfig``.
@@ -37,6 +40,10 @@ class PublishedDraft:
     def taps(self) -> tuple[int, ...]:
         """Target layers it reads."""
         return self.config.target_layer_ids
+
+    def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> Drafting:
+        """See ``protocols.Drafter``. Each backend has its own."""
+        raise NotImplementedError
 
     def windows(self) -> list[tuple[int | None, bool]]:
         """For each layer: its window and whether it is causal inside the block."""

@@ -107,7 +107,7 @@ def _dataset(name: str, split: str) -> Iterator[Row]:
         import datasets
     except ImportError as error:
         raise RequestError(
-            f"{name} is no file; if it is meant as the name of a data set: pip install 'dflash[train]'"
+            f"{name} is no file; if it is meant as the name of a data set: pip install 'dflash-decoding[train]'"
         ) from error
     try:
         rows = datasets.load_dataset(name, split=split)
