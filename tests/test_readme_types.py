@@ -81,7 +81,14 @@ def test_documented_code_passes_mypy(tmp_path: Path) -> None:
     for name, text in code.items():
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
     # The project's own settings: strict, and frameworks are not read.
-    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", *map(str, sorted(tmp_path.glob("*.py")))]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file",
+        "pyproject.toml",
+        *map(str, sorted(tmp_path.glob("*.py"))),
+    ]
     environment = os.environ | {"MYPYPATH": str(PACKAGE.parent)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
