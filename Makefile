@@ -1,4 +1,4 @@
-# Two commands on a fresh machine with Python 3.10+ and make: `make demo` and `make test`.
+# Two commands on a fresh machine with Python 3.11+ and make: `make demo` and `make test`.
 PYTHON ?= python3
 VENV ?= .venv
 DTYPE ?= float32

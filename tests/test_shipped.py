@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,8 +63,3 @@ def test_the_demo_runs_it() -> None:
     assert done.exit_code == 0, done.output
     assert "draft smollm2-135m and n-grams" in done.stdout
     assert done.stdout.count("identical to plain decoding: yes") == 2
-
-
-def test_it_is_part_of_the_package() -> None:
-    project = Path(__file__).parents[1] / "pyproject.toml"
-    assert '"drafts/*/*"' in project.read_text(encoding="utf-8")

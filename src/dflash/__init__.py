@@ -25,7 +25,8 @@ from dflash.generate import Generation, Response, generate, stream_generate
 from dflash.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from dflash.protocols import Drafter, Target
+    from dflash.backends.draft import PublishedDraft
+    from dflash.protocols import Target
 
 __version__ = "0.1.0"
 
@@ -84,7 +85,7 @@ def load_draft(
     revision: str | None = None,
     bits: int | None = None,
     min_confidence: float | None = None,
-) -> Drafter:
+) -> PublishedDraft:
     """Load a DFlash draft in the published format. Its code is never needed: only json and safetensors are read.
 
     Args:
@@ -96,7 +97,7 @@ def load_draft(
             whole blocks, which costs a GPU next to nothing; by default 0, and on a CPU in float32 0.1.
 
     Returns:
-        A ``DFlashDraftModel`` with ``.config`` and ``.path``.
+        The draft, a drafter with ``.config`` (see ``DFlashConfig``) and ``.path``, the folder it was loaded from.
 
     Raises:
         ModelNotFound: there is no such draft.
@@ -105,7 +106,7 @@ def load_draft(
         RequestError: ``sliding_window_size`` is not positive, ``min_confidence`` no probability, or ``bits`` that the
             backend does not have.
     """
-    draft: Drafter = _backend(backend).load_draft(
+    draft: PublishedDraft = _backend(backend).load_draft(
         id_or_path, sliding_window_size, dtype, device, revision, bits, min_confidence
     )
     return draft
@@ -127,4 +128,4 @@ def _backend(name: str | None) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("dflash"):
             raise
-        raise RequestError(f"the {name} backend needs {error.name}: pip install 'dflash[{name}]'") from error
+        raise RequestError(f"the {name} backend needs {error.name}: pip install 'dflash-decoding[{name}]'") from error

@@ -8,7 +8,7 @@ the old pending token and all new ones but the last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from dflash.errors import NonFiniteScores, PromptTooLong, RequestError
@@ -61,7 +61,7 @@ def decode(
     block_size: int,
     verification: str = "match",
     prefill_chunk: int = PREFILL_CHUNK,
-) -> Iterator[list[Emission]]:
+) -> Generator[list[Emission], None, None]:
     """Decode all rows to their ends, one list of emissions a round (the first is the prefill's).
 
     Everything is checked here, before the first round. Closing the generator, or an exception in it,
@@ -92,7 +92,7 @@ def _rounds(
     prompts: list[list[int]],
     outputs: list[Output],
     block_size: int,
-) -> Iterator[list[Emission]]:
+) -> Generator[list[Emission], None, None]:
     """The loop itself. The prefill is a round with an empty proposal."""
     rows = list(range(len(outputs)))
     verdict = verifier(NOTHING, session.prefill(prompts, drafting.extend))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,7 +100,7 @@ def stream_generate(
     enable_thinking: bool | None = None,
     verification: str = "match",
     prefill_chunk: int = PREFILL_CHUNK,
-) -> Iterator[Response]:
+) -> Generator[Response, None, None]:
     """Answer one prompt, round by round. Options are checked at the call, not at the first response.
 
     Args:
@@ -272,7 +272,7 @@ def choose_block(drafter: Drafter, block_size: int | None) -> int:
     return block_size
 
 
-def _responses(model: Target, batch: Rounds, prompt_tokens: int) -> Iterator[Response]:
+def _responses(model: Target, batch: Rounds, prompt_tokens: int) -> Generator[Response, None, None]:
     """Time the rounds of a single row: only while the loop works, not while the consumer does."""
     output = batch.outputs[0]
     prefill_seconds = decode_seconds = 0.0

@@ -12,7 +12,7 @@ What they return works with the calls of ``dflash`` too; those choose the backen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def stream_generate(
     enable_thinking: bool | None = None,
     verification: str = "match",
     prefill_chunk: int = PREFILL_CHUNK,
-) -> Iterator[Response]:
+) -> Generator[Response, None, None]:
     """Answer one prompt, round by round. See ``dflash.stream_generate`` for what is not described here.
 
     Args:

@@ -6,7 +6,7 @@ them from the one that made them to the one that reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, runtime_checkable
@@ -133,6 +133,10 @@ class Target(Protocol):
         """What its layers compute in: "float32", "bfloat16" ..."""
         ...
 
+    def __iter__(self) -> Iterator[Any]:
+        """The target itself, then its tokenizer: ``model, tokenizer = load(...)``."""
+        ...
+
     def start(self, rows: int, taps: Sequence[int], step: int, chunk: int) -> Session:
         """Empty caches for ``rows`` rows.
 
@@ -174,10 +178,15 @@ class Drafting(Protocol):
 class Drafter(Protocol):
     """Something that proposes blocks: a DFlash draft, prompt lookup, nothing at all."""
 
-    block_size: int
-    """Default block: the pending token and ``block_size - 1`` proposals."""
-    taps: tuple[int, ...]
-    """Ids of the target layers it reads; empty when it reads tokens only."""
+    @property
+    def block_size(self) -> int:
+        """Default block: the pending token and ``block_size - 1`` proposals."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Ids of the target layers it reads; empty when it reads tokens only."""
+        ...
 
     def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> Drafting:
         """Begin work for rows with these sampling parameters.

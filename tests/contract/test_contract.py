@@ -2,10 +2,13 @@
 
 O1: float32 tokens equal the framework's own greedy answer. O2: after every round the cache equals a
 fresh prefill of the committed tokens. O3: token counts agree. D14: the drafter's context keeps pace.
+Every case also says how many rounds there were, and what was proposed and accepted in each: an answer alone is
+just as right when nothing is drafted.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,9 +17,10 @@ from backends import BACKENDS
 
 import fakes
 import tiny
-from dflash.decode import Request, decode
+from dflash.decode import Emission, Request, decode
 from dflash.drafters import NGramDrafter, NoDrafter
 from dflash.limits import Output
+from dflash.protocols import NOTHING, Drafter, Features, Proposal
 from dflash.sampling import SamplingParams
 
 # The kinds of cache, each by one architecture.
@@ -37,11 +41,17 @@ def outputs(count: int, max_tokens: int = TOKENS) -> list[Output]:
     return [Output(lambda ids: "", max_tokens) for _ in range(count)]
 
 
+def script(name: str, block: int) -> list[int] | None:
+    """How many proposals are right, round by round and then from the start again; None where chance or text decides."""
+    scripts = {"perfect": [block - 1], "hostile": [0], "scripted": [0, block - 1, 1, 0, block - 1, 2]}
+    return scripts.get(name)
+
+
 def drafter(name: str, block: int, texts: list[list[int]]) -> Any:
     choose = {
         "perfect": fakes.perfect,
         "hostile": fakes.hostile,
-        "scripted": fakes.scripted(0, block - 1, 1, 0, block - 1, 2),
+        "scripted": fakes.scripted(*(script("scripted", block) or ())),
         "random": fakes.at_random(block),
     }
     if name == "ngram":
@@ -59,28 +69,109 @@ def check_caches(backend: Any, target: Any, session: Any, texts: list[list[int]]
             np.testing.assert_allclose(have, want, atol=2e-4, rtol=2e-3)
 
 
+class Recorded:
+    """Any drafter, with the proposals it made."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.block_size = drafter.block_size
+        self.taps = drafter.taps
+        self.proposals: list[Proposal] = []
+
+    def start(self, *arguments: Any) -> Recorded:
+        self.drafting = self.drafter.start(*arguments)
+        return self
+
+    def extend(self, tokens: list[list[int]], features: Features) -> None:
+        self.drafting.extend(tokens, features)
+
+    def propose(self, pending: list[int], room: int) -> Proposal:
+        self.proposals.append(self.drafting.propose(pending, room))
+        return self.proposals[-1]
+
+    def select(self, rows: list[int]) -> None:
+        self.drafting.select(rows)
+
+
+def agreeing(proposed: list[int], truth: list[int]) -> int:
+    """The proposals before the first wrong one."""
+    return next((i for i, (p, t) in enumerate(zip(proposed, truth)) if p != t), min(len(proposed), len(truth)))
+
+
+Row = list[tuple[int, int]]
+"""A row's rounds after the prefill's: (accepted, proposed)."""
+
+
+def check_round(emitted: list[Emission], proposals: list[Proposal], truth: list[list[int]], done: list[Output]) -> None:
+    """O3: of what was proposed exactly the right ones stand, and one token of the target's own follows."""
+    proposal = proposals[0] if proposals else NOTHING
+    for i, e in enumerate(emitted):
+        rest = truth[e.row][len(done[e.row].tokens) - len(e.tokens) :]
+        right = agreeing(proposal.tokens[i], rest) if proposal.width else 0
+        assert e.tokens == rest[: right + 1]
+        assert (e.accepted, e.proposed) == (right, proposal.width)
+
+
+def scripted_record(rights: list[int], block: int, rows: int) -> list[Row]:
+    """What rows show whose drafts are right as scripted: blocks are full until no row has use for a full one."""
+    record: list[Row] = [[] for _ in range(rows)]
+    remaining = [TOKENS - 1] * rows
+    for right in itertools.cycle(rights):
+        room = min(block - 1, max(remaining) - 1)
+        for row in range(rows):
+            if remaining[row]:
+                accepted = min(right, room, remaining[row])
+                record[row].append((accepted, room))
+                remaining[row] -= min(accepted + 1, remaining[row])
+        if not any(remaining):
+            return record
+    raise AssertionError("a script must not be empty")
+
+
+def check_record(name: str, block: int, record: list[Row]) -> None:
+    """How many rounds, accepts and rejects there were."""
+    rights = script(name, block)
+    if rights is not None:
+        assert record == scripted_record(rights, block, len(record))
+        return
+    rounds = [each for row in record for each in row]
+    accepted, proposed = (sum(counts) for counts in zip(*rounds, strict=True))
+    if name == "random":
+        assert 0 < accepted < proposed
+        assert sum(width > 0 for _, width in rounds) >= len(rounds) - len(record)  # a row's last may have no room
+    else:  # the answers of random weights repeat little, and not all of them what was right before
+        assert proposed >= 5
+        assert accepted or len(record) == 1
+
+
 def run_and_check(
     backend: Any, architecture: str, name: str, block: int, prompts: list[tuple[int, ...]], monkeypatch: Any
-) -> Any:
+) -> None:
     target = backend.target(architecture)
     truth = [backend.greedy(architecture, prompt, TOKENS) for prompt in prompts]
     made = drafter(name, block, [[*p, *t] for p, t in zip(prompts, truth, strict=True)])
+    recorded = Recorded(made)
+    record: list[Row] = [[] for _ in prompts]
     started: list[Any] = []
     start = target.start
     done = outputs(len(prompts))
     requests = [Request(list(p), SamplingParams(), o) for p, o in zip(prompts, done, strict=True)]
     with monkeypatch.context() as patch:
         patch.setattr(target, "start", lambda *args: started.append(start(*args)) or started[-1])
-        rounds = decode(target, made, requests, block_size=block, prefill_chunk=4)
-        for emitted in rounds:
+        rounds = decode(target, recorded, requests, block_size=block, prefill_chunk=4)
+        for number, emitted in enumerate(rounds):
             patch.setattr(target, "start", start)
             live = [e.row for e in emitted]
             check_caches(backend, target, started[0], [[*prompts[r], *done[r].tokens[:-1]] for r in live])
             if isinstance(made, fakes.OracleDrafter):
                 assert [len(k) for k in made.known] == started[0].lengths
+            check_round(emitted, recorded.proposals, truth, done)
+            recorded.proposals.clear()
+            for e in emitted if number else ():
+                record[e.row].append((e.accepted, e.proposed))
     assert [o.tokens for o in done] == truth
     assert [o.finish_reason for o in done] == ["length"] * len(prompts)
-    return made
+    check_record(name, block, record)
 
 
 @pytest.mark.parametrize(("backend", "block"), ROUNDS, ids=[f"{b.name}-{block}" for b, block in ROUNDS])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash.compat import check_fit, misfit
 from dflash.draft_config import DFlashConfig
-from dflash.protocols import Target
+from dflash.protocols import Drafting, Target
+from dflash.sampling import SamplingParams
 
 _EVERYWHERE = 2**30
 """More positions than any text has."""
@@ -29,6 +31,7 @@ def in_sight(query: Any, key: Any, window: int | None, causal: bool) -> Any:
     reach = _EVERYWHERE if window is None else window
     ahead = key - query
     return (ahead > -reach) & (ahead < (1 if causal else reach))
+
 
 FRUITLESS = 200
 """Blocks in a row without one accepted token, after which a draft is called no help: a poor one has a few in ten."""
@@ -63,8 +66,8 @@ class Record:
             )
 
 
-class PublishedDraft:
-    """A draft made as a config says.
+class PublishedDraft(ABC):
+    """A draft made as a config says, and as such a drafter. ``dflash.load_draft`` gives one of a backend.
 
     Attributes:
         config: see ``DFlashConfig``.
@@ -117,6 +120,10 @@ class PublishedDraft:
                     f"it comes with a {tensor} that is not the target's own: it was made for another model, or for "
                     "another fine-tune of this one",
                 )
+
+    @abstractmethod
+    def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> Drafting:
+        """See ``protocols.Drafter``."""
 
     def windows(self) -> list[tuple[int | None, bool]]:
         """For each layer: its window and whether it is causal inside the block."""

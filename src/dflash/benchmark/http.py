@@ -43,7 +43,7 @@ def _httpx() -> Any:
     try:
         import httpx2
     except ImportError as error:
-        raise RequestError("to benchmark a server: pip install 'dflash[bench]'") from error
+        raise RequestError("to benchmark a server: pip install 'dflash-decoding[bench]'") from error
     return httpx2
 
 
@@ -243,7 +243,7 @@ class Server:
                 self._request(client, self._body(messages, seed, asking), began), self._timeout
             )
             return self._measured(stream, began, messages), stream.spoken
-        except asyncio.TimeoutError:
+        except TimeoutError:
             error = f"not over after {self._timeout:g} seconds"
         except (_httpx().HTTPError, BadAnswer) as failure:
             error = joined(f"{type(failure).__name__}: {failure}".strip(": "))
@@ -313,7 +313,7 @@ class Server:
         try:
             text = asyncio.run(asyncio.wait_for(self._page_alone(address), COUNTERS_TIMEOUT))
             return joined(str(json.loads(text)["data"][0]["id"]))
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise RequestError(f"{address} names no model in {COUNTERS_TIMEOUT:g} seconds: give --model") from error
         except (_httpx().HTTPError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
             raise RequestError(f"{address} does not name a model ({error}): give --model") from error
@@ -322,7 +322,7 @@ class Server:
         """What the server publishes of its speculation; None if nothing, or not in time."""
         try:
             return asyncio.run(asyncio.wait_for(self._counters(), COUNTERS_TIMEOUT))
-        except asyncio.TimeoutError:  # the client's own timeout is of one read: a page that drips would never end
+        except TimeoutError:  # the client's own timeout is of one read: a page that drips would never end
             return None
 
     async def _counters(self) -> Counted | None:

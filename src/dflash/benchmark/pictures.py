@@ -27,7 +27,7 @@ def check_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        raise RequestError("--output draws plots, which needs matplotlib: pip install 'dflash[bench]'") from error
+        raise RequestError("--output draws plots with matplotlib: pip install 'dflash-decoding[bench]'") from error
 
 
 def draw(results: Results, folder: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ def plot_run(log: Path, picture: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RequestError("to draw training.png: pip install 'dflash[plot]'") from error
+        raise RequestError("to draw training.png: pip install 'dflash-decoding[plot]'") from error
     records = read_log(log)
     steps = [r for r in records if "loss" in r]
     measured = [r for r in records if "measured" in r]

@@ -251,8 +251,8 @@ def _unpacked(place: Place, dtype: str | mx.Dtype | None) -> Path:
         torch, gguf = importlib.import_module("torch"), importlib.import_module("dflash.backends.torch.gguf")
     except ModuleNotFoundError as error:
         raise RequestError(
-            f"{place.name} is a .gguf file, which is unpacked with {error.name}: pip install 'dflash[torch]', or give "
-            "the folder of an unpacked model"
+            f"{place.name} is a .gguf file, which is unpacked with {error.name}: "
+            "pip install 'dflash-decoding[torch]', or give the folder of an unpacked model"
         ) from error
     chosen = _dtype(dtype, mx.bfloat16)
     with _blaming(place.name, "GGUF file"):
