@@ -27,10 +27,19 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     },
     "lfm2-moe": {"num_experts": 4},
     "granite-hybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "gpt2": {"n_ctx": 512, "num_key_value_heads": 4},
+    "gpt-bigcode": {"n_inner": 48, "num_key_value_heads": 1},
+    "gpt-neox": {"rotary_emb_base": 10_000, "rotary_pct": 0.25},
+    "longcat-flash": {
+        "attention_method": "MLA", "zero_expert_type": "identity", "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
+        "num_layers": 2,
+    },
 }  # fmt: skip
 """Fields that mlx-lm's classes want under other names than transformers' text configs give them."""
 
-ARCHITECTURES = [name for name in tiny.ARCHITECTURES if name not in ("bamba", "mistral-sliding")]
+ABSENT = {"bamba", "mistral-sliding", "bart", "bloom", "codegen", "falcon", "falcon-alibi", "gpt-neo", "mpt"}
+
+ARCHITECTURES = [name for name in tiny.ARCHITECTURES if name not in ABSENT]
 """Those that mlx-lm has. (Its Mistral reads past the window of a config that gives no layer types.)"""
 
 

@@ -270,7 +270,7 @@ class RollbackCache(Cache):
         self.tapped: dict[int, Tensor] = {}
         self.attention: dict[int | None, AttentionLayer] = {}
         """One layer for each window: all with the same window have the same slots."""
-        super().__init__(layers=[self._layer(anatomy, i, step) for i in range(len(anatomy.layers))])
+        super().__init__(layers=[self._layer(anatomy, i, step) for i in range(len(anatomy.kinds))])
         self.recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
         """The layers whose state must be replayed."""
 
@@ -315,9 +315,9 @@ class RollbackCache(Cache):
         self.rows.lengths[:] = [self.rows.lengths[row] for row in rows]
 
 
-def record(cache: Any, layer: int, name: str, value: Tensor) -> None:
-    """Leave a recurrent module's input with the cache it runs for, if that wants it."""
-    if isinstance(cache, RollbackCache):
+def record(cache: RollbackCache | None, layer: int, name: str, value: Tensor) -> None:
+    """Leave a recurrent module's input with the cache it runs for, if there is one and it wants it."""
+    if cache is not None:
         recorded = cast("RecurrentLayer", cache.layers[layer]).recorded
         if recorded is not None:
             recorded[name] = value
