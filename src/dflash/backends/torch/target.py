@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -103,7 +104,8 @@ class TorchTarget:
         if isinstance(self.anatomy.head, PackedHead):
             self.anatomy.head.refresh()
         if self.reading is not Reading.TOGETHER and rows > 1:
-            return RowByRow([TorchSession(self, 1, tuple(taps), step, chunk) for _ in range(rows)], torch.cat)
+            single = [TorchSession(self, 1, tuple(taps), step, chunk) for _ in range(rows)]
+            return RowByRow(single, chunk, torch.cat, lambda values, more: F.pad(values, (0, 0, 0, more)))
         return TorchSession(self, rows, tuple(taps), step, chunk)
 
     def verifier(
