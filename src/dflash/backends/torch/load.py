@@ -22,6 +22,7 @@ from dflash.backends.torch.target import TorchTarget
 from dflash.checkpoint import check_files, check_weights, fetch_target, find_weights, locate, locate_draft
 from dflash.draft_config import ARCHITECTURE, DFlashConfig, confidence
 from dflash.errors import CheckpointError, DFlashError, RequestError, UnsupportedTarget
+from dflash.processors import processors
 from dflash.protocols import Features, Proposal
 from dflash.text import repair_decoder
 
@@ -38,6 +39,8 @@ def load(
     """See ``dflash.load``."""
     place = locate(id_or_path)
     device = _device(device)
+    if device.type == "cpu":
+        _limit_threads()
     chosen = _dtype(dtype, device, "auto" if place.gguf is None else torch.bfloat16)
     with _blaming(place.name, "GGUF file"):
         source = None if place.gguf is None else unpacked(Path(place.source) / place.gguf, chosen)
@@ -212,6 +215,13 @@ def _device(device: str | torch.device | None) -> torch.device:
         except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
             raise RequestError(f"no device {device!r} here: there is {', '.join(_devices())}") from error
     return torch.device(_devices()[0])
+
+
+def _limit_threads() -> None:
+    """PyTorch counts processors; a container may be given less of their time. A user's own count is never raised."""
+    threads = processors().threads(torch.get_num_threads())
+    if threads < torch.get_num_threads():
+        torch.set_num_threads(threads)
 
 
 def _devices() -> list[str]:
