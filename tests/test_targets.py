@@ -76,10 +76,7 @@ def test_a_state_that_is_not_rolled_back_fails_the_self_check(monkeypatch: Any) 
 
 REFUSED = {
     "Jamba": ("recurrent state in a module we cannot replay .JambaMambaMixer", {"num_experts": 2}),
-    "Llama4Text": (
-        "layers of kind 'chunked_attention'",
-        {"num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 32},
-    ),
+    "DeepseekV4": ("layers of kind 'compressed_sparse_attention'", {}),
     "MiniMax": ("MiniMaxLightningAttention", {"num_local_experts": 2}),
 }
 
@@ -88,8 +85,7 @@ REFUSED = {
 def test_what_cannot_be_rolled_back_is_refused_by_name(name: str) -> None:
     message, own = REFUSED[name]
     config = getattr(transformers, f"{name}Config")(**{**tiny._BASE, **own})
-    kind = {"Llama4Text": "Llama4ForCausalLM"}.get(name, f"{name}ForCausalLM")
-    made = getattr(transformers, kind)(config)
+    made = getattr(transformers, f"{name}ForCausalLM")(config)
     with pytest.raises(UnsupportedTarget, match=message):
         TorchTarget(made, tiny.tokenizer(), name)
 
@@ -134,6 +130,13 @@ def test_each_way_of_reading_is_used_by_those_that_need_it() -> None:
         "bloom": Reading.BY_ITSELF,  # a position bias made from a mask of two dimensions
         "falcon-alibi": Reading.BY_ITSELF,
     }
+
+
+@pytest.mark.parametrize(("name", "long"), [("gpt-neo", {"window_size": 256}), ("llama4", {"floor_scale": 8192})])
+def test_what_only_a_long_text_would_show_is_not_left_to_the_self_check(name: str, long: dict[str, int]) -> None:
+    target = TorchTarget(tiny.model(name, **long), tiny.tokenizer(), name)
+    check_rollback(target)
+    assert target.reading is Reading.ALONE
 
 
 class Blocks(nn.Module):

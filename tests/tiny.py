@@ -164,6 +164,28 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Bart",
         {"decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "forced_eos_token_id": None},
     ),
+    "llama4": (
+        "Llama4",
+        {
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 1, 1, 0],
+            "floor_scale": WINDOW,
+        },
+    ),
+    "gemma3n": (
+        "Gemma3n",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _SLIDES,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
     "longcat-flash": (
         "LongcatFlash",
         {

@@ -37,10 +37,11 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Fields that mlx-lm's classes want under other names than transformers' text configs give them."""
 
-ABSENT = {"bamba", "mistral-sliding", "bart", "bloom", "codegen", "falcon", "falcon-alibi", "gpt-neo", "mpt"}
+_PYTORCH_ONLY = {"bamba", "bart", "bloom", "codegen", "falcon", "falcon-alibi", "gpt-neo", "mpt"}
+_UNTRIED = {"gemma3n", "llama4", "mistral-sliding"}
 
-ARCHITECTURES = [name for name in tiny.ARCHITECTURES if name not in ABSENT]
-"""Those that mlx-lm has. (Its Mistral reads past the window of a config that gives no layer types.)"""
+ARCHITECTURES = [name for name in tiny.ARCHITECTURES if name not in _PYTORCH_ONLY | _UNTRIED]
+"""Those that mlx-lm has, and has alike. (Its Mistral reads past the window of a config that gives no layer types.)"""
 
 
 def config(name: str, **overrides: Any) -> dict[str, Any]:

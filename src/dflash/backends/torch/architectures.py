@@ -19,12 +19,13 @@ from dflash.errors import UnsupportedTarget
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
 LINEAR = "linear_attention"
 CONV = "conv"
 HYBRID = "hybrid"
 DUMMY = "dummy"
 
-CACHE_KINDS = (FULL, SLIDING, LINEAR, CONV, HYBRID, DUMMY)
+CACHE_KINDS = (FULL, SLIDING, CHUNKED, LINEAR, CONV, HYBRID, DUMMY)
 """The layer kinds (transformers' ``layer_types``) whose cache we roll back."""
 
 
@@ -60,9 +61,10 @@ MIXERS: Mapping[str, Mixer] = {
 ``cache.update_recurrent_state``, continues from a filled cache, and can be run again on a prefix
 of its recorded inputs."""
 
-COUNTS_SLOTS = frozenset({"gpt_neo"})
-"""Model types whose attention has a window that it counts from the last slot of the cache and that no config field
-tells the cache of: right for a row alone, wrong for a shorter one beside it, and only beyond the window."""
+COUNTS_SLOTS = frozenset({"gpt_neo", "llama4_text"})
+"""Model types whose attention counts positions from the length of the cache where only a long text shows it: for its
+local window GPT-Neo, for its temperature Llama 4. Right for a row alone, wrong for a shorter one beside it. (What twelve
+tokens show is left to the self-check.)"""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Anatomy:
         layers: the decoder layers, in order; their outputs are what taps read. Empty where no list of them was found:
             such a model cannot be tapped, and needs none of this for anything else.
         kinds: the kind of each cache, one of ``CACHE_KINDS``. Most models have one for each layer.
-        windows: the sliding window of each cache, None where it has none.
+        windows: the sliding window of each cache, or the size of its chunks; None where it has neither.
         mixers: cache index -> its recurrent module.
         embedding: the input embedding.
         head: the output projection onto the vocabulary.
@@ -99,8 +101,7 @@ class Anatomy:
     @functools.cached_property
     def attention_kinds(self) -> set[str]:
         """The attention kinds present; the models take one mask for each."""
-        attending = [w for w, kind in zip(self.windows, self.kinds, strict=True) if kind in (FULL, SLIDING, HYBRID)]
-        return {FULL if window is None else SLIDING for window in attending}
+        return {FULL if kind == HYBRID else kind for kind in self.kinds if kind in (FULL, SLIDING, CHUNKED, HYBRID)}
 
 
 def dissect(model: PreTrainedModel) -> Anatomy:
@@ -132,7 +133,7 @@ def dissect(model: PreTrainedModel) -> Anatomy:
         )
     decoder = model.get_decoder()
     mixers = {i: _mixer(name, decoder, i) for i, kind in enumerate(kinds) if kind in (LINEAR, CONV, HYBRID)}
-    windows = [d.get("sliding_window") if kind == SLIDING else None for kind, d in zip(kinds, details, strict=True)]
+    windows = [d.get("sliding_window") for d in details]
     layers = _decoder_layers(decoder, config.num_hidden_layers)
     norm = getattr(decoder, "norm", None)
     states = getattr(config, "number_of_conv_states", 1)

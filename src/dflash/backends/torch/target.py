@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dflash.backends.rows import RowByRow
-from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, context_length, dissect, eos_ids, seams
+from dflash.backends.torch.architectures import FULL, Anatomy, context_length, dissect, eos_ids, seams
 from dflash.backends.torch.attention import GROUPED
-from dflash.backends.torch.cache import RollbackCache, Rows, record
+from dflash.backends.torch.cache import AttentionLayer, RollbackCache, Rows, record
 from dflash.backends.torch.head import PackedHead, arranged
 from dflash.backends.torch.verify import TorchVerifier
 from dflash.errors import RequestError, UnsupportedTarget
@@ -146,10 +146,10 @@ class TorchTarget:
 
     def _masks(self, cache: RollbackCache, width: int) -> Any:
         """What each query sees, in the form the model takes: 4-D, and by attention kind where it mixes them."""
-        kinds = {FULL if window is None else SLIDING: layer for window, layer in cache.attention.items()}
-        masks = {k: self._mask(layer.visible(width)) for k, layer in kinds.items() if width > 1 or not _all_seen(layer)}
+        layers = {kind: layer for kind, layer in cache.attention.items() if width > 1 or not _all_seen(kind, layer)}
+        masks = {kind: self._mask(layer.visible(width)) for kind, layer in layers.items()}
         if len(self.anatomy.attention_kinds) > 1:
-            return {kind: masks.get(kind) for kind in (FULL, SLIDING)}
+            return {kind: masks.get(kind) for kind in self.anatomy.attention_kinds}
         return next(iter(masks.values()), None)
 
     def _mask(self, visible: Tensor) -> Tensor:
@@ -161,9 +161,9 @@ class TorchTarget:
         return torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device).masked_fill(~visible, low)
 
 
-def _all_seen(layer: Any) -> bool:
+def _all_seen(kind: str, layer: AttentionLayer) -> bool:
     """Whether a single new token looks at every slot in use, so that no mask is needed."""
-    return layer.window is None and layer.rows.uniform
+    return kind == FULL and layer.rows.uniform
 
 
 class TorchSession:
