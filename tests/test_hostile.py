@@ -11,10 +11,10 @@ import transformers
 
 import tiny
 from dflash.backends.torch.load import check_rollback
-from dflash.backends.torch.target import TorchTarget
+from dflash.backends.torch.target import Reading, TorchTarget
 from dflash.decode import Request, decode
 from dflash.drafters import NGramDrafter, NoDrafter
-from dflash.errors import RequestError, UnsupportedTarget
+from dflash.errors import RequestError
 from dflash.generate import generate
 from dflash.limits import Output
 from dflash.protocols import Proposal
@@ -165,7 +165,7 @@ def test_longrope_ends_where_its_angles_would_change() -> None:
         assert answer(of, drafter, SamplingParams(), 60, prefill_chunk=2) == own
 
 
-def test_a_decoder_that_takes_positions_from_the_cache_is_refused() -> None:
+def test_a_decoder_that_takes_positions_from_the_cache_reads_rows_one_after_the_other() -> None:
     config = transformers.BartConfig(
         vocab_size=64, d_model=32, decoder_layers=2, encoder_layers=2, decoder_attention_heads=4,
         decoder_ffn_dim=32, max_position_embeddings=128, num_hidden_layers=2,
@@ -174,5 +174,6 @@ def test_a_decoder_that_takes_positions_from_the_cache_is_refused() -> None:
     made = transformers.BartForCausalLM(config).eval()
     for parameter in made.parameters():
         parameter.data.normal_(std=0.3)
-    with pytest.raises(UnsupportedTarget):
-        check_rollback(TorchTarget(made, tiny.tokenizer(), "bart"))
+    target = TorchTarget(made, tiny.tokenizer(), "bart")
+    check_rollback(target)
+    assert target.reading is Reading.ALONE

@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from dflash.backends.torch.attention import group_attention
 from dflash.backends.torch.draft import DFlashDraftModel
+from dflash.backends.torch.load import check_rollback
 from dflash.backends.torch.target import TorchTarget
 from dflash.draft_config import DFlashConfig
 
@@ -54,6 +56,9 @@ _MAMBA = {
     "mamba_d_conv": 4,
     "mamba_chunk_size": 8,
 }
+
+LEFT_OUT = object()
+"""In place of a value of the common part that a config does not take."""
 
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -145,6 +150,58 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "chunk_size": 8,
         },
     ),
+    "gpt2": ("GPT2", {}),
+    "gptj": ("GPTJ", {"rotary_dim": 8}),
+    "codegen": ("CodeGen", {"rotary_dim": 8}),
+    "gpt-bigcode": ("GPTBigCode", {}),
+    "gpt-neo": ("GPTNeo", {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "falcon": ("Falcon", {"head_dim": LEFT_OUT}),
+    "falcon-alibi": ("Falcon", {"head_dim": LEFT_OUT, "alibi": True}),
+    "bloom": ("Bloom", {}),
+    "mpt": ("Mpt", {}),
+    "bart": (
+        "Bart",
+        {"decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "forced_eos_token_id": None},
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            "num_local_experts": 2,
+            "intermediate_size_mlp": 48,
+            "attention_chunk_size": WINDOW,
+            "no_rope_layers": [1, 1, 1, 0],
+            "floor_scale": WINDOW,
+        },
+    ),
+    "gemma3n": (
+        "Gemma3n",
+        {
+            "sliding_window": WINDOW,
+            "layer_types": _SLIDES,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.0] * 4,
+        },
+    ),
+    "longcat-flash": (
+        "LongcatFlash",
+        {
+            "num_key_value_heads": 4,
+            "ffn_hidden_size": 48,
+            "expert_ffn_hidden_size": 24,
+            "n_routed_experts": 4,
+            "zero_expert_num": 1,
+            "moe_topk": 2,
+            "kv_lora_rank": 16,
+            "q_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
 }
 """name -> (transformers' class prefix, what its config needs beside the common part)."""
 
@@ -154,13 +211,15 @@ def config(name: str, **overrides: Any) -> Any:
     prefix, own = ARCHITECTURES[name]
     text = f"{prefix}TextConfig"
     kind = getattr(transformers, text if hasattr(transformers, text) else f"{prefix}Config")
-    return kind(**{**_BASE, **own, **overrides})
+    given = {**_BASE, **own, **overrides}
+    return kind(**{key: value for key, value in given.items() if value is not LEFT_OUT})
 
 
 def model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
     """A tiny model with random weights large enough that its answers vary."""
     torch.manual_seed(seed)
-    made = getattr(transformers, f"{ARCHITECTURES[name][0]}ForCausalLM")(config(name, **overrides))
+    own = config(name, **overrides)
+    made = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(own)](own)
     with torch.no_grad():
         for parameter_name, parameter in made.named_parameters():
             if parameter.ndim >= 2 and "conv" not in parameter_name:
@@ -171,8 +230,12 @@ def model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **ove
 
 @functools.cache
 def target(name: str, seed: int = 0) -> TorchTarget:
-    """A tiny target, shared by the tests of a run: sessions never change it."""
-    return TorchTarget(model(name, seed=seed), tokenizer(), name)
+    """A tiny target made as ``load`` makes one, shared by the tests of a run: sessions never change it."""
+    made = model(name, seed=seed)
+    group_attention(made)
+    found = TorchTarget(made, tokenizer(), name)
+    check_rollback(found)
+    return found
 
 
 CHAT_TEMPLATE = (

@@ -27,11 +27,21 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     },
     "lfm2-moe": {"num_experts": 4},
     "granite-hybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "gpt2": {"n_ctx": 512, "num_key_value_heads": 4},
+    "gpt-bigcode": {"n_inner": 48, "num_key_value_heads": 1},
+    "gpt-neox": {"rotary_emb_base": 10_000, "rotary_pct": 0.25},
+    "longcat-flash": {
+        "attention_method": "MLA", "zero_expert_type": "identity", "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
+        "num_layers": 2,
+    },
 }  # fmt: skip
 """Fields that mlx-lm's classes want under other names than transformers' text configs give them."""
 
-ARCHITECTURES = [name for name in tiny.ARCHITECTURES if name not in ("bamba", "mistral-sliding")]
-"""Those that mlx-lm has. (Its Mistral reads past the window of a config that gives no layer types.)"""
+_PYTORCH_ONLY = {"bamba", "bart", "bloom", "codegen", "falcon", "falcon-alibi", "gpt-neo", "mpt"}
+_UNTRIED = {"gemma3n", "llama4", "mistral-sliding"}
+
+ARCHITECTURES = [name for name in tiny.ARCHITECTURES if name not in _PYTORCH_ONLY | _UNTRIED]
+"""Those that mlx-lm has, and has alike. (Its Mistral reads past the window of a config that gives no layer types.)"""
 
 
 def config(name: str, **overrides: Any) -> dict[str, Any]:

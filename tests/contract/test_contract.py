@@ -215,6 +215,47 @@ def test_plain_decoding_is_the_frameworks_own(backend: Any, architecture: str) -
     assert [o.tokens for o in done] == [backend.greedy(architecture, p, TOKENS) for p in PROMPTS]
 
 
+class CountingDrafter(fakes.OracleDrafter):
+    """Reads two layers, and keeps what it is given of each row."""
+
+    taps = (0, 3)
+
+    def start(self, *args: Any) -> CountingDrafter:
+        super().start(*args)
+        self.positions = 0
+        self.given: list[list[np.ndarray]] = [[] for _ in self.texts]
+        return self
+
+    def extend(self, tokens: list[list[int]], features: Features) -> None:
+        super().extend(tokens, features)
+        values = np.asarray(features.values)
+        self.positions += values.shape[0] * values.shape[1]
+        for row, count in enumerate(features.counts):
+            self.given[row].append(values[row, :count])
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda b: b.name)
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3-next"])
+def test_a_drafts_work_at_prefill_grows_with_the_rows_and_not_with_their_square(
+    backend: Any, architecture: str
+) -> None:
+    """The second reads its rows one after the other."""
+    target, chunk = backend.target(architecture), 4
+
+    def prefilled(prompts: list[tuple[int, ...]]) -> CountingDrafter:
+        drafting = CountingDrafter(4, [list(p) for p in prompts], fakes.perfect).start(target, (), "match", 4)
+        session = target.start(len(prompts), drafting.taps, 4, chunk)
+        session.prefill([list(p) for p in prompts], drafting.extend)
+        return drafting
+
+    assert prefilled([PROMPTS[1]] * 5).positions == 5 * len(PROMPTS[1])
+    together = prefilled(PROMPTS)
+    assert together.positions == len(PROMPTS) * max(map(len, PROMPTS))
+    for row, prompt in enumerate(PROMPTS):
+        alone = np.concatenate(prefilled([prompt]).given[0])
+        np.testing.assert_allclose(np.concatenate(together.given[row]), alone, atol=2e-4, rtol=2e-3)
+
+
 def accepted(backend: Any, choose: Any, block: int, max_tokens: int = TOKENS) -> list[int]:
     """Tokens of each round after the prefill's, for one row of a dense target."""
     truth = backend.greedy("qwen3", PROMPTS[0], 40)

@@ -1,4 +1,4 @@
-"""Single rows behind the calls of a batch: for targets whose recurrent states cannot be padded."""
+"""Single rows behind the calls of a batch: for targets that cannot read rows of different lengths together."""
 
 from __future__ import annotations
 
@@ -11,13 +11,22 @@ from dflash.protocols import Array, Features, Proposal, Round, Session
 Join = Callable[[list[Array]], Array]
 """Arrays one behind the other, along their first axis: ``torch.cat``, ``mx.concatenate``."""
 
+Pad = Callable[[Array, int], Array]
+"""An array [rows, T, width] with so many positions of zeros behind the T."""
+
 
 class RowByRow:
-    """Sessions of one row each behind the calls of one session."""
+    """Sessions of one row each behind the calls of one session.
 
-    def __init__(self, sessions: Sequence[Session], join: Join) -> None:
+    Attributes:
+        chunk: how many prompt tokens one forward of them reads.
+    """
+
+    def __init__(self, sessions: Sequence[Session], chunk: int, join: Join, pad: Pad) -> None:
         self.sessions = list(sessions)
+        self.chunk = chunk
         self.join = join
+        self.pad = pad
 
     @property
     def lengths(self) -> list[int]:
@@ -25,20 +34,31 @@ class RowByRow:
         return [session.lengths[0] for session in self.sessions]
 
     def prefill(self, prompts: Sequence[Sequence[int]], absorb: Callable[[list[list[int]], Features], None]) -> Array:
-        """One prompt after the other."""
-        return self.join([self._prefill_row(i, prompt, absorb) for i, prompt in enumerate(prompts)])
+        """Chunk by chunk, in each of them one row after the other: a drafter absorbs all rows at once."""
+        last: list[Array] = [None] * len(prompts)
+        for start in range(0, max(map(len, prompts)), self.chunk):
+            parts = [list(prompt[start : start + self.chunk]) for prompt in prompts]
+            read: list[Array | None] = [None] * len(prompts)
+            for row, part in enumerate(parts):
+                if part:
+                    last[row], read[row] = self._read(row, part)
+            absorb(parts, Features(self._joined(read, parts), [len(part) for part in parts]))
+        return self.join(last)
 
-    def _prefill_row(
-        self, row: int, prompt: Sequence[int], absorb: Callable[[list[list[int]], Features], None]
-    ) -> Array:
-        def absorb_row(tokens: list[list[int]], features: Features) -> None:
-            """Present the row as one of all, the others having nothing new: what stands in their place is padding."""
-            everyone: list[list[int]] = [[] for _ in self.sessions]
-            everyone[row] = tokens[0]
-            values = None if features.values is None else self.join([features.values] * len(everyone))
-            absorb(everyone, Features(values, [len(new) for new in everyone]))
+    def _read(self, row: int, part: list[int]) -> tuple[Array, Array | None]:
+        """The scores after a part of a row's prompt, and what it taps."""
+        found: list[Features] = []
+        scores = self.sessions[row].prefill([part], lambda tokens, features: found.append(features))
+        return scores, found[0].values
 
-        return self.sessions[row].prefill([prompt], absorb_row)
+    def _joined(self, read: list[Array | None], parts: list[list[int]]) -> Array | None:
+        """What all rows tap [rows, T, width], padded behind the shorter parts; None where nothing is tapped."""
+        longest = max(range(len(parts)), key=lambda row: len(parts[row]))
+        if (some := read[longest]) is None:
+            return None
+        values = [some[:, :0] if one is None else one for one in read]  # a row whose prompt is through has no part
+        missing = [len(parts[longest]) - len(part) for part in parts]
+        return self.join([self.pad(one, more) for one, more in zip(values, missing, strict=True)])
 
     @contextmanager
     def verify(self, pending: list[int], proposal: Proposal) -> Iterator[AheadRowByRow]:

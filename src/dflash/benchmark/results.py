@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from dflash.benchmark.answers import Record
 from dflash.benchmark.figures import Figures, Parting, figures
 from dflash.difference import Difference
 from dflash.errors import RequestError
+from dflash.processors import processors
 
 FORMAT = 1
 """Of the file. A reader of another number refuses it."""
@@ -169,7 +169,8 @@ def environment(device: str | None, dtype: str | None, backend: str) -> dict[str
         "machine": platform.machine(),
         "system": f"{platform.system()} {platform.release()}",
         "cpu": _cpu(),
-        "cores": _cores(),
+        "cores": processors().affinity,
+        "cpu_quota": processors().quota,
         "python": platform.python_version(),
         "dflash": __version__,
         "commit": _commit(),
@@ -206,13 +207,6 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """That this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _version(package: str) -> str | None:
@@ -254,6 +248,8 @@ def headline(results: Results) -> Sequence[str]:
     device = [where.get("gpu") or where["cpu"], str(where["device"] or "asking a server"), str(where["dtype"] or "")]
     if "threads" in where:
         device.append(f"{where['threads']} threads of {where['cores']} cores")
+        if where.get("cpu_quota") is not None:  # newer than the first records
+            device.append(f"quota {where['cpu_quota']:g}")
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     return (
         models,

@@ -64,6 +64,8 @@ def demo(model: options.Model = DEFAULT_MODEL, backend: options.BackendOption = 
     pair = load_pair(Wanted(model, backend=backend, dtype="float32"))
     out = console.stdout()
     out.print(Text(f"{pair.target.name}, {pair.dtype}, {pair.drafter_label}, block {pair.block_size}"), soft_wrap=True)
+    if pair.threads:
+        out.print(Text(pair.threads, style="dim"), soft_wrap=True)
     with console.waiting("warming up"):
         _plain(pair, SCENES[0].prompt, 4)
     same = [_play(scene, pair, out) for scene in SCENES]

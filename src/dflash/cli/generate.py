@@ -149,6 +149,8 @@ def _show(stream: Iterator[Response], pair: Pair, show_accepted: bool) -> None:
     if painter is not None:
         typer.echo(painter.legend(answer.accepted, answer.generation_tokens), err=True)
     aside.print(figures.summary(answer, pair.drafter_label, pair.block_size), style="dim", soft_wrap=True)
+    if pair.threads:
+        aside.print(pair.threads, style="dim", soft_wrap=True)
     if pair.block_size > 1 and answer.rounds:
         aside.print("rounds by the tokens they gave:", style="dim")
         for line in figures.histogram(answer.rounds, pair.block_size, console.prints_unicode(aside)):

@@ -16,6 +16,7 @@ from dflash.cli.options import Backend, DrafterKind, Dtype
 from dflash.drafters import BothDrafters
 from dflash.errors import RequestError
 from dflash.generate import as_drafter, choose_block
+from dflash.processors import processors
 from dflash.protocols import Drafter, Target
 
 DRAFTING: tuple[DrafterKind, ...] = ("dflash", "both")
@@ -106,6 +107,16 @@ class Pair:
         draft = f"draft {Path(self.wanted.draft_source or '').name}"
         kinds = {"ngram": "n-grams", "none": "plain decoding", "dflash": draft, "both": f"{draft} and n-grams"}
         return kinds[self.wanted.kind]
+
+    @property
+    def threads(self) -> str:
+        """How many a CPU's speed comes from, and what there is for them; empty on other devices."""
+        if self.target.backend != "torch" or str(self.target.device) != "cpu":
+            return ""
+        import torch
+
+        count = torch.get_num_threads()
+        return f"{count} thread{'' if count == 1 else 's'} ({processors()})"
 
     def settings(self) -> dict[str, Any]:
         """For records: the options, with what was in force for those left open."""

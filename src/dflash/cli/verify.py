@@ -153,6 +153,8 @@ def _show(checks: Sequence[Check], pair: Pair) -> None:
     out = console.stdout()
     pairing = f"{pair.target.name}, {pair.dtype}, {pair.drafter_label}, block {pair.block_size}"
     out.print(Text(f"{pairing}: with the drafter and without"), soft_wrap=True)
+    if pair.threads:
+        out.print(Text(pair.threads, style="dim"), soft_wrap=True)
     out.print(_table(checks, out.width))
     for number, check in enumerate(checks, start=1):
         if check.difference is not None:

@@ -120,6 +120,8 @@ def dissect(model: nn.Module) -> Anatomy:
         )
     holder = _follow(model, trunk[:-1])
     embeddings = [m for m in holder.children().values() if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
+    if len(embeddings) > 1:  # GPT-2 has one of positions too
+        embeddings = [m for m in embeddings if m.weight.shape[0] == model.args.vocab_size]
     if len(embeddings) != 1:
         raise UnsupportedTarget(
             f"{name} in mlx-lm {mlx_lm.__version__}: looked for one input embedding beside the decoder layers, "

@@ -94,7 +94,8 @@ class MlxTarget:
         if self.model.training:
             raise RequestError(f"{self.name} is in training mode, where answers are random: call model.eval() first")
         if rows > 1 and not self.together:
-            return RowByRow([MlxSession(self, 1, tuple(taps), step, chunk) for _ in range(rows)], mx.concatenate)
+            single = [MlxSession(self, 1, tuple(taps), step, chunk) for _ in range(rows)]
+            return RowByRow(single, chunk, mx.concatenate, lambda v, more: mx.pad(v, [(0, 0), (0, more), (0, 0)]))
         return MlxSession(self, rows, tuple(taps), step, chunk)
 
     def verifier(

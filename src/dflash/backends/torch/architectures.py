@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,13 @@ from dflash.errors import UnsupportedTarget
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
 LINEAR = "linear_attention"
 CONV = "conv"
 HYBRID = "hybrid"
 DUMMY = "dummy"
 
-CACHE_KINDS = (FULL, SLIDING, LINEAR, CONV, HYBRID, DUMMY)
+CACHE_KINDS = (FULL, SLIDING, CHUNKED, LINEAR, CONV, HYBRID, DUMMY)
 """The layer kinds (transformers' ``layer_types``) whose cache we roll back."""
 
 
@@ -60,6 +61,11 @@ MIXERS: Mapping[str, Mixer] = {
 ``cache.update_recurrent_state``, continues from a filled cache, and can be run again on a prefix
 of its recorded inputs."""
 
+COUNTS_SLOTS = frozenset({"gpt_neo", "llama4_text"})
+"""Model types whose attention counts positions from the length of the cache where only a long text shows it: for its
+local window GPT-Neo, for its temperature Llama 4. Right for a row alone, wrong for a shorter one beside it. (What twelve
+tokens show is left to the self-check.)"""
+
 
 @dataclass(frozen=True)
 class Anatomy:
@@ -67,18 +73,21 @@ class Anatomy:
 
     Attributes:
         config: of the text model.
-        layers: the decoder layers, in order; their outputs are what taps read.
-        kinds: the cache kind of each layer, one of ``CACHE_KINDS``.
-        windows: the sliding window of each layer, None where it has none.
-        mixers: layer index -> its recurrent module.
+        layers: the decoder layers, in order; their outputs are what taps read. Empty where no list of them was found:
+            such a model cannot be tapped, and needs none of this for anything else.
+        kinds: the kind of each cache, one of ``CACHE_KINDS``. Most models have one for each layer.
+        windows: the sliding window of each cache, or the size of its chunks; None where it has neither.
+        mixers: cache index -> its recurrent module.
         embedding: the input embedding.
         head: the output projection onto the vocabulary.
         norm: the final norm before it, None where it has another name than usual.
         states: convolution states a recurrent layer keeps.
+        takes: names of what the model's forward can be given.
+        ragged: False where rows of different lengths cannot be read together; where True, the self-check tells.
     """
 
     config: Any
-    layers: nn.ModuleList
+    layers: Sequence[nn.Module]
     kinds: list[str]
     windows: list[int | None]
     mixers: dict[int, nn.Module]
@@ -86,17 +95,13 @@ class Anatomy:
     head: nn.Module
     norm: nn.Module | None
     states: int
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether any layer keeps a recurrent or convolution state."""
-        return bool(self.mixers)
+    takes: frozenset[str]
+    ragged: bool
 
     @functools.cached_property
     def attention_kinds(self) -> set[str]:
         """The attention kinds present; the models take one mask for each."""
-        attending = [w for w, kind in zip(self.windows, self.kinds, strict=True) if kind in (FULL, SLIDING, HYBRID)]
-        return {FULL if window is None else SLIDING for window in attending}
+        return {FULL if kind == HYBRID else kind for kind in self.kinds if kind in (FULL, SLIDING, CHUNKED, HYBRID)}
 
 
 def dissect(model: PreTrainedModel) -> Anatomy:
@@ -107,11 +112,10 @@ def dissect(model: PreTrainedModel) -> Anatomy:
     """
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
-    if "cache" not in inspect.signature(model.forward).parameters:
+    takes = frozenset(inspect.signature(model.forward).parameters)
+    if "cache" not in takes:
         raise UnsupportedTarget(f"{name}: its forward takes no cache")
     kinds, details = get_layer_types_and_kwargs(config)
-    if getattr(config, "kv_sharing_modes", None) is not None and DUMMY in kinds:
-        raise UnsupportedTarget(f"{name}: layers that share another layer's keys and values cannot be rolled back yet")
     sizes = sorted({d["sliding_window"] for d in details if d.get("sliding_window") is not None})
     if len(sizes) > 1:
         raise UnsupportedTarget(f"{name} has windows of different sizes ({', '.join(map(str, sizes))}): not supported")
@@ -121,28 +125,45 @@ def dissect(model: PreTrainedModel) -> Anatomy:
             f"{name} has layers of kind {', '.join(map(repr, unknown))}, whose cache cannot be rolled back; "
             f"supported are {', '.join(CACHE_KINDS[:-1])}"
         )
-    layers = getattr(model.get_decoder(), "layers", None)
-    if not isinstance(layers, nn.ModuleList):
-        raise UnsupportedTarget(f"{name}: looked for a list of decoder layers at get_decoder().layers and found none")
-    if len(layers) != len(kinds):
-        raise UnsupportedTarget(f"{name} has {len(layers)} decoder layers, its config describes {len(kinds)} caches")
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or head is None:
         raise UnsupportedTarget(
             f"{name}: looked for get_input_embeddings() and get_output_embeddings(), found "
             f"{type(embedding).__name__} and {type(head).__name__}: is it a causal language model?"
         )
-    mixers = {i: _mixer(name, layer) for i, layer in enumerate(layers) if kinds[i] in (LINEAR, CONV, HYBRID)}
-    windows = [d.get("sliding_window") if kind == SLIDING else None for kind, d in zip(kinds, details, strict=True)]
-    norm = getattr(model.get_decoder(), "norm", None)
+    decoder = model.get_decoder()
+    mixers = {i: _mixer(name, decoder, i) for i, kind in enumerate(kinds) if kind in (LINEAR, CONV, HYBRID)}
+    windows = [d.get("sliding_window") for d in details]
+    layers = _decoder_layers(decoder, config.num_hidden_layers)
+    norm = getattr(decoder, "norm", None)
     states = getattr(config, "number_of_conv_states", 1)
-    return Anatomy(config, layers, kinds, windows, mixers, embedding, head, norm, states)
+    ragged = not mixers and config.model_type not in COUNTS_SLOTS  # recurrent states cannot be padded
+    return Anatomy(config, layers, kinds, windows, mixers, embedding, head, norm, states, takes, ragged)
 
 
-def _mixer(name: str, layer: nn.Module) -> nn.Module:
-    found = [module for module in layer.modules() if type(module).__name__ in MIXERS]
+def _decoder_layers(decoder: nn.Module, count: int) -> Sequence[nn.Module]:
+    """At ``layers``, as most models have them; else the one list of ``count`` modules that lies in no other list."""
+    usual = getattr(decoder, "layers", None)
+    found = [usual] if isinstance(usual, nn.ModuleList) else [one for one in _lists(decoder) if len(one) == count]
+    return list(found[0]) if len(found) == 1 else []
+
+
+def _lists(module: nn.Module) -> Iterator[nn.ModuleList]:
+    """The outermost module lists inside a module."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield child
+        else:
+            yield from _lists(child)
+
+
+def _mixer(name: str, decoder: nn.Module, index: int) -> nn.Module:
+    """The module that keeps the recurrent state of a cache layer: those that use a cache know its index."""
+    owners = [module for module in decoder.modules() if vars(module).get("layer_idx") == index]
+    found = [module for module in owners if type(module).__name__ in MIXERS]
     if len(found) != 1:
-        stateful = sorted({type(m).__name__ for m in layer.modules() if "layer_idx" in vars(m) and m is not layer})
+        innermost = [m for m in owners if sum(one in owners for one in m.modules()) == 1]
+        stateful = sorted({type(module).__name__ for module in innermost})
         raise UnsupportedTarget(
             f"{name} keeps a recurrent state in a module we cannot replay ({', '.join(stateful) or 'unknown'}); "
             f"supported are {', '.join(MIXERS)}"
@@ -161,7 +182,8 @@ def context_length(config: Any) -> int | None:
     LongRoPE (Phi-3) changes the angles of all positions once a forward reaches past its original context:
     what was cached before would not fit what comes after, so it ends there.
     """
-    length: int | None = getattr(config, "max_position_embeddings", None)
+    # MPT's name, for the longest distance that its position bias is made for.
+    length: int | None = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
     rope = getattr(config, "rope_parameters", None) or {}
     for own in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if own.get("rope_type") == "longrope":

@@ -23,7 +23,18 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
 from dflash.backends.keep import check_counts
-from dflash.backends.torch.architectures import CONV, DUMMY, HYBRID, LINEAR, SLIDING, Anatomy, Mixer, seams
+from dflash.backends.torch.architectures import (
+    CHUNKED,
+    CONV,
+    DUMMY,
+    FULL,
+    HYBRID,
+    LINEAR,
+    SLIDING,
+    Anatomy,
+    Mixer,
+    seams,
+)
 from dflash.errors import UnsupportedTarget
 
 GROWTH = 256
@@ -169,6 +180,20 @@ class AttentionLayer(CacheLayerMixin):
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 
+class ChunkedLayer(AttentionLayer):
+    """Looks back to the beginning of its chunk of the text only (Llama 4). All slots are kept, none is reused."""
+
+    def __init__(self, rows: Rows, chunk: int) -> None:
+        super().__init__(rows)
+        self.chunk = chunk
+
+    def visible(self, width: int) -> Tensor:
+        """Bool [rows, width, slots], as ``AttentionLayer.visible``."""
+        key = self.slot_positions(width)[:, None]
+        query = self.rows.positions(width)[:, :, None]
+        return super().visible(width) & (key // self.chunk == query // self.chunk)
+
+
 class RecurrentLayer(LinearAttentionLayer):
     """States of a recurrent module of one row, replaced and never written in place.
 
@@ -280,25 +305,27 @@ class RollbackCache(Cache):
         self.rows = rows
         self.taps = frozenset(taps)
         self.tapped: dict[int, Tensor] = {}
-        self.attention: dict[int | None, AttentionLayer] = {}
-        """One layer for each window: all with the same window have the same slots."""
-        super().__init__(layers=[self._layer(anatomy, i, step) for i in range(len(anatomy.layers))])
+        self.attention: dict[str, AttentionLayer] = {}
+        """One layer for each attention kind: all of a kind have the same slots."""
+        super().__init__(layers=[self._layer(anatomy, i, step) for i in range(len(anatomy.kinds))])
         self.recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
         """The layers whose state must be replayed."""
 
     def _layer(self, anatomy: Anatomy, i: int, step: int) -> Any:
-        kind, states = anatomy.kinds[i], anatomy.states
+        kind, window, states = anatomy.kinds[i], anatomy.windows[i], anatomy.states
         if kind in (LINEAR, CONV):
             return RecurrentLayer(anatomy.mixers[i], states)
+        if kind == DUMMY:
+            return DummyLayer()
         if kind == HYBRID:
             layer: AttentionLayer = HybridLayer(self.rows, anatomy.mixers[i], states)
         elif kind == SLIDING:
-            layer = AttentionLayer(self.rows, anatomy.windows[i], step)
-        elif kind == DUMMY:
-            return DummyLayer()
+            layer = AttentionLayer(self.rows, window, step)
+        elif kind == CHUNKED:
+            layer = ChunkedLayer(self.rows, cast("int", window))
         else:
             layer = AttentionLayer(self.rows)
-        self.attention.setdefault(layer.window, layer)
+        self.attention.setdefault(FULL if kind == HYBRID else kind, layer)
         return layer
 
     def mark(self) -> None:
@@ -330,9 +357,9 @@ class RollbackCache(Cache):
         self.rows.lengths[:] = [self.rows.lengths[row] for row in rows]
 
 
-def record(cache: Any, layer: int, name: str, value: Tensor) -> None:
-    """Leave a recurrent module's input with the cache it runs for, if that wants it."""
-    if isinstance(cache, RollbackCache):
+def record(cache: RollbackCache | None, layer: int, name: str, value: Tensor) -> None:
+    """Leave a recurrent module's input with the cache it runs for, if there is one and it wants it."""
+    if cache is not None:
         recorded = cast("RecurrentLayer", cache.layers[layer]).recorded
         if recorded is not None:
             recorded[name] = value

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from dflash.backends.torch.attention import group_attention
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.gguf import unpacked
 from dflash.backends.torch.head import pack_head
@@ -31,6 +32,7 @@ from dflash.checkpoint import (
 )
 from dflash.draft_config import ARCHITECTURE, DFlashConfig, confidence
 from dflash.errors import CheckpointError, DFlashError, RequestError, UnsupportedTarget
+from dflash.processors import processors
 from dflash.protocols import Features, Proposal
 from dflash.text import repair_decoder
 
@@ -47,6 +49,8 @@ def load(
     """See ``dflash.load``."""
     place = locate(id_or_path)
     device = _device(device)
+    if device.type == "cpu":
+        _limit_threads()
     chosen = _dtype(dtype, device, "auto" if place.gguf is None else torch.bfloat16)
     with _blaming(place.name, "GGUF file"):
         source = None if place.gguf is None else unpacked(Path(place.source) / place.gguf, chosen)
@@ -62,6 +66,7 @@ def load(
     repair_decoder(tokenizer)
     model = model.to(device)
     pack_head(model)
+    group_attention(model)
     target = TorchTarget(model, tokenizer, place.name)
     check_rollback(target)
     return target
@@ -168,11 +173,24 @@ def check_rollback(target: TorchTarget) -> None:
     """What is read in chunks, in rows of different lengths and behind rejections must be as one forward has it.
 
     Releases of transformers differ here: some forgot the recurrent state when several tokens came in at once
-    (huggingface/transformers PR 45513); some decoders take positions from the cache. Twelve tokens tell.
+    (huggingface/transformers PR 45513); some decoders take positions from the cache. Twelve tokens tell. The target is
+    left with the first of its ways of reading (``TorchTarget.readings``) that is right.
 
     Raises:
-        UnsupportedTarget: it is not, or the model cannot be read that way at all.
+        UnsupportedTarget: none is, or the model cannot be read block by block at all.
     """
+    refusals: list[UnsupportedTarget] = []
+    for way in target.readings:
+        target.reading = way
+        try:
+            return _check_reading(target)
+        except UnsupportedTarget as refusal:
+            refusals.append(refusal)
+    raise refusals[0]
+
+
+def _check_reading(target: TorchTarget) -> None:
+    """The check of one way of reading; raises as ``check_rollback``."""
     name = f"{type(target.model).__name__} in transformers {transformers.__version__}"
     try:
         error = _rollback_error(target)
@@ -201,7 +219,7 @@ def _rollback_error(target: TorchTarget) -> float:
     with rows.verify([text[9], text[2]], Proposal([text[10:12], text[3:5]], 2)) as ahead:
         pairs = [(first[0], whole[0, 8:9]), (first[1], whole[0, 1:2])]
         pairs += [(ahead.scores[0], whole[0, 9:12]), (ahead.scores[1], whole[0, 2:5])]
-    session = target.start(1, (0, target.num_layers - 1), 8, 8)
+    session = target.start(1, (), 8, 8)
     session.prefill([text[:6]], ignore)
     with session.verify(text[6:7], Proposal([text[:3]], 3)) as ahead:
         ahead.keep([1])
@@ -219,6 +237,13 @@ def _device(device: str | torch.device | None) -> torch.device:
         except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
             raise RequestError(f"no device {device!r} here: there is {', '.join(_devices())}") from error
     return torch.device(_devices()[0])
+
+
+def _limit_threads() -> None:
+    """PyTorch counts processors; a container may be given less of their time. A user's own count is never raised."""
+    threads = processors().threads(torch.get_num_threads())
+    if threads < torch.get_num_threads():
+        torch.set_num_threads(threads)
 
 
 def _devices() -> list[str]:

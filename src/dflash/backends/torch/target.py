@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dflash.backends.keep import check_first
 from dflash.backends.rows import RowByRow
-from dflash.backends.torch.architectures import FULL, SLIDING, Anatomy, context_length, dissect, eos_ids, seams
+from dflash.backends.torch.architectures import FULL, Anatomy, context_length, dissect, eos_ids, seams
 from dflash.backends.torch.attention import GROUPED
-from dflash.backends.torch.cache import RollbackCache, Rows, record
+from dflash.backends.torch.cache import AttentionLayer, RollbackCache, Rows, record
 from dflash.backends.torch.head import PackedHead, arranged
 from dflash.backends.torch.scoring import Scoring
 from dflash.backends.torch.verify import TorchVerifier
@@ -26,16 +29,25 @@ from dflash.protocols import Features, Proposal, Session, Verifier
 from dflash.sampling import SamplingParams
 
 
-class TorchTarget:
-    """A causal language model of transformers, ready for block decoding.
+class Reading(enum.Enum):
+    """How a model's forward can be used, from the fastest way to the one that asks least of the model."""
 
-    Hooks registered here only look at the cache a forward was given: for any cache but ours they do
-    nothing, and sessions with different taps, in different threads, do not see each other.
+    TOGETHER = "rows of different lengths in one forward, each with its own positions and mask"
+    ALONE = "one row after the other"
+    BY_ITSELF = "one row after the other, positions and mask made by the model from the length of its cache"
+
+
+class TorchTarget:
+    """A causal language model of transformers, ready for block decoding. It is left as it is for other use.
+
+    Hooks registered here do nothing outside of our own forward, and sessions with different taps, in
+    different threads, do not see each other.
 
     Attributes:
-        model: the transformers module, in eval mode.
+        model: the transformers module.
         tokenizer: its transformers tokenizer.
         name: for messages.
+        reading: how the model is read; ``load`` tries the ways in turn.
     """
 
     backend = "torch"
@@ -46,21 +58,30 @@ class TorchTarget:
             UnsupportedTarget: a layer kind whose cache cannot be rolled back.
         """
         self.anatomy: Anatomy = dissect(model)
-        self.model = model.eval()
-        if self.anatomy.config._attn_implementation == "sdpa":
-            model.set_attn_implementation(GROUPED)  # the same numbers, without copies of the context
+        self.model = model
         self.tokenizer = tokenizer
         self.name = name
+        self.reading = self.readings[0]
         config = self.anatomy.config
         self.vocab_size: int = self.anatomy.embedding.num_embeddings
-        self.num_layers = len(self.anatomy.layers)
+        self.num_layers = len(self.anatomy.layers or self.anatomy.kinds)
         self.hidden_size: int = config.hidden_size
         self.context_length = context_length(config)
         self.eos_ids = eos_ids(model, tokenizer)
         self.device: torch.device = self.anatomy.embedding.weight.device
-        _attach_taps(self.anatomy.layers)
+        for index, layer in enumerate(self.anatomy.layers):
+            _attach(layer, _Tap(index))
         for index, mixer in self.anatomy.mixers.items():
-            _attach_recorder(index, mixer)
+            _attach_recorders(index, mixer)
+
+    @property
+    def readings(self) -> list[Reading]:
+        """The ways that are worth trying, in order."""
+        ways = [Reading.TOGETHER] if self.anatomy.ragged else []
+        ways.append(Reading.ALONE)
+        # A model knows nothing of the order of slots in a sliding window, nor of recurrent states that are replayed.
+        full = self.anatomy.attention_kinds == {FULL} and not self.anatomy.mixers
+        return [*ways, Reading.BY_ITSELF] if full else ways
 
     @property
     def dtype(self) -> str:
@@ -72,7 +93,12 @@ class TorchTarget:
         return iter((self, self.tokenizer))
 
     def start(self, rows: int, taps: Sequence[int], step: int, chunk: int) -> Session:
-        """Empty caches. Rows of a recurrent target run one after the other behind the same calls."""
+        """Empty caches. Rows that cannot be read together run one after the other behind the same calls."""
+        if taps and not self.anatomy.layers:
+            raise UnsupportedTarget(
+                f"{self.name}: no list of decoder layers was found in {type(self.model).__name__}, so a draft cannot "
+                "read their outputs: leave the draft out, n-grams and plain decoding need none"
+            )
         bad = [tap for tap in taps if not 0 <= tap < self.num_layers]
         if bad:
             raise RequestError(f"tap {bad[0]} is no layer of {self.name}: valid ids are 0 to {self.num_layers - 1}")
@@ -80,8 +106,9 @@ class TorchTarget:
             raise RequestError(f"{self.name} is in training mode, where answers are random: call model.eval() first")
         if isinstance(self.anatomy.head, PackedHead):
             self.anatomy.head.refresh()
-        if self.anatomy.recurrent and rows > 1:
-            return RowByRow([TorchSession(self, 1, tuple(taps), step, chunk) for _ in range(rows)], torch.cat)
+        if self.reading is not Reading.TOGETHER and rows > 1:
+            single = [TorchSession(self, 1, tuple(taps), step, chunk) for _ in range(rows)]
+            return RowByRow(single, chunk, torch.cat, lambda values, more: F.pad(values, (0, 0, 0, more)))
         return TorchSession(self, rows, tuple(taps), step, chunk)
 
     def verifier(
@@ -107,17 +134,18 @@ class TorchTarget:
             Scores [rows, n, vocab] in the model's dtype.
         """
         cache.tapped.clear()
-        with arranged():
-            result = self.model(
-                input_ids=tokens,
-                position_ids=cache.rows.positions(tokens.shape[1]),
-                attention_mask=self._masks(cache, tokens.shape[1]),
-                cache=cache,
-                use_cache=True,
-                logits_to_keep=scored,
-            )
-        scores: Tensor = result.logits
-        return scores
+        given: dict[str, Any] = {"input_ids": tokens, "cache": cache, "use_cache": True}
+        if self.reading is not Reading.BY_ITSELF:
+            given["position_ids"] = cache.rows.positions(tokens.shape[1])
+            given["attention_mask"] = self._masks(cache, tokens.shape[1])
+        selects = "logits_to_keep" in self.anatomy.takes
+        if selects:
+            given["logits_to_keep"] = scored
+        with _running_with(cache), arranged():
+            scores: Tensor = self.model(**given).logits
+        if selects or isinstance(scored, int):
+            return scores
+        return scores.gather(1, scored[..., None].expand(-1, -1, scores.shape[-1]))
 
     def logits(self, hidden: Tensor, head: nn.Module | None = None) -> Tensor:
         """The model's own scores of its last hidden states, cast to the dtype of its head.
@@ -146,10 +174,10 @@ class TorchTarget:
 
     def _masks(self, cache: RollbackCache, width: int) -> Any:
         """What each query sees, in the form the model takes: 4-D, and by attention kind where it mixes them."""
-        kinds = {FULL if window is None else SLIDING: layer for window, layer in cache.attention.items()}
-        masks = {k: self._mask(layer.visible(width)) for k, layer in kinds.items() if width > 1 or not _all_seen(layer)}
+        layers = {kind: layer for kind, layer in cache.attention.items() if width > 1 or not _all_seen(kind, layer)}
+        masks = {kind: self._mask(layer.visible(width)) for kind, layer in layers.items()}
         if len(self.anatomy.attention_kinds) > 1:
-            return {kind: masks.get(kind) for kind in (FULL, SLIDING)}
+            return {kind: masks.get(kind) for kind in self.anatomy.attention_kinds}
         return next(iter(masks.values()), None)
 
     def _mask(self, visible: Tensor) -> Tensor:
@@ -161,9 +189,9 @@ class TorchTarget:
         return torch.zeros(visible.shape, dtype=self.model.dtype, device=visible.device).masked_fill(~visible, low)
 
 
-def _all_seen(layer: Any) -> bool:
+def _all_seen(kind: str, layer: AttentionLayer) -> bool:
     """Whether a single new token looks at every slot in use, so that no mask is needed."""
-    return layer.window is None and layer.rows.uniform
+    return kind == FULL and layer.rows.uniform
 
 
 class TorchSession:
@@ -247,7 +275,7 @@ class TorchSession:
         silent = [tap for tap in self.taps if tap not in self.cache.tapped]
         if silent:
             raise UnsupportedTarget(
-                f"{self.target.name}: layer {silent[0]} is not handed the cache, so its output cannot be tapped"
+                f"{self.target.name}: layer {silent[0]} was not run, so its output cannot be tapped"
             )
         tapped = [self.cache.tapped[tap] for tap in self.taps]
         self.cache.tapped.clear()
@@ -275,39 +303,65 @@ class Ahead:
 # --- seams of the model -----------------------------------------------------------------------------
 
 
-def _attach_taps(layers: nn.ModuleList) -> None:
-    """Leave a tapped layer's output (before any final norm) with the cache of the running forward."""
-
-    def tap(index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            cache = kwargs.get("cache")
-            if isinstance(cache, RollbackCache) and index in cache.taps:
-                cache.tapped[index] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    for index, layer in enumerate(layers):
-        layer.register_forward_hook(tap(index), with_kwargs=True)
+class _Running(threading.local):
+    cache: RollbackCache | None = None
 
 
-def _attach_recorder(index: int, mixer: nn.Module) -> None:
-    """Record the input of a recurrent module and the outputs of its input projections, per thread."""
-    running = threading.local()
+_running = _Running()
+"""The cache of the forward of ours that runs in this thread. Not every model hands the cache to its layers."""
 
-    def enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        running.cache = kwargs.get("cache")
-        record(running.cache, index, "hidden_states", args[0] if args else kwargs["hidden_states"])
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        running.cache = None
+@contextmanager
+def _running_with(cache: RollbackCache) -> Iterator[None]:
+    _running.cache = cache
+    try:
+        yield
+    finally:
+        _running.cache = None
 
-    def projected(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            record(getattr(running, "cache", None), index, name, output)
 
-        return hook
+@dataclass(frozen=True)
+class _Tap:
+    """Leaves a tapped layer's output (before any final norm) with the cache of the running forward."""
 
-    mixer.register_forward_pre_hook(enter, with_kwargs=True)
-    mixer.register_forward_hook(leave, always_call=True)
+    layer: int
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        cache = _running.cache
+        if cache is not None and self.layer in cache.taps:
+            cache.tapped[self.layer] = output[0] if isinstance(output, tuple) else output
+
+
+@dataclass(frozen=True)
+class _RecordInput:
+    """Records the input of a recurrent module."""
+
+    layer: int
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        record(_running.cache, self.layer, "hidden_states", args[0] if args else kwargs["hidden_states"])
+
+
+@dataclass(frozen=True)
+class _RecordOutput:
+    """Records the output of one of its input projections."""
+
+    layer: int
+    name: str
+
+    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        record(_running.cache, self.layer, self.name, output)
+
+
+def _attach(module: nn.Module, hook: _Tap | _RecordOutput) -> None:
+    """Once, however often a model is wrapped; a copy of a model has its hooks already."""
+    if hook not in module._forward_hooks.values():
+        module.register_forward_hook(hook)
+
+
+def _attach_recorders(layer: int, mixer: nn.Module) -> None:
+    enter = _RecordInput(layer)
+    if enter not in mixer._forward_pre_hooks.values():
+        mixer.register_forward_pre_hook(enter, with_kwargs=True)
     for name in seams(mixer).inputs:
-        mixer.get_submodule(name).register_forward_hook(projected(name))
+        _attach(mixer.get_submodule(name), _RecordOutput(layer, name))
