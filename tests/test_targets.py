@@ -139,6 +139,18 @@ def test_what_only_a_long_text_would_show_is_not_left_to_the_self_check(name: st
     assert target.reading is Reading.ALONE
 
 
+def test_a_model_whose_positions_depend_on_the_tokens_is_refused() -> None:
+    """RoBERTa skips padding: a drafted padding token would move what follows it in its block."""
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(**{**tiny._BASE, "pad_token_id": 1}, is_decoder=True)
+    made = transformers.RobertaForCausalLM(config).eval()
+    for parameter in made.parameters():
+        if parameter.ndim >= 2:
+            parameter.data.normal_(std=0.35)
+    with pytest.raises(UnsupportedTarget):
+        check_rollback(TorchTarget(made, tiny.tokenizer(), "roberta"))
+
+
 class Blocks(nn.Module):
     """Runs like a list of modules and is none."""
 

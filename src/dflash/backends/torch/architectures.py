@@ -63,8 +63,8 @@ of its recorded inputs."""
 
 COUNTS_SLOTS = frozenset({"gpt_neo", "llama4_text"})
 """Model types whose attention counts positions from the length of the cache where only a long text shows it: for its
-local window GPT-Neo, for its temperature Llama 4. Right for a row alone, wrong for a shorter one beside it. (What twelve
-tokens show is left to the self-check.)"""
+local window GPT-Neo, for its temperature Llama 4. Right for a row alone, wrong for a shorter one beside it. (What
+twelve tokens show is left to the self-check.)"""
 
 
 @dataclass(frozen=True)
