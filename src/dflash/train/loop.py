@@ -150,7 +150,7 @@ class Trainer:
         self.learner = Learner(draft, target, recipe, vocabulary)
         self.parallel: nn.Module = self.learner
         if self.processes.world > 1:
-            self.parallel = nn.parallel.DistributedDataParallel(self.learner, broadcast_buffers=False)
+            self.parallel = nn.parallel.DistributedDataParallel(self.learner)
         self._outside = torch.empty(0, dtype=torch.long)
         if vocabulary is not None:
             outside = torch.ones(target.vocab_size, dtype=torch.bool)
