@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash import packages
 from dflash.benchmark.answers import digest
 from dflash.benchmark.results import ALL
 from dflash.errors import RequestError
@@ -137,8 +137,7 @@ def _fetched(name: str, hub: Hub, max_samples: int | None) -> Dataset:
     Raises:
         RequestError: ``datasets`` is not installed, or it does not get it.
     """
-    if importlib.util.find_spec("datasets") is None:
-        raise RequestError("the package datasets is not installed: pip install datasets")
+    packages.need(("datasets",), f"to fetch {hub.repository}")
     import datasets
 
     try:

@@ -67,6 +67,7 @@ class Features:
         self.folder.mkdir(parents=True, exist_ok=True)
         used = 0.0
         for first in range(0, len(sequences), SHARD):
+            report(first, len(sequences))
             part = sequences[first : first + SHARD]
             used += sum(len(s.ids) for s in part) * self._width() * 2
             if used > self.limit:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash import packages
 from dflash.errors import RequestError
 from dflash.text import is_unicode
 
@@ -103,12 +104,9 @@ def _lines(path: Path) -> Iterator[Row]:
 
 
 def _dataset(name: str, split: str) -> Iterator[Row]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise RequestError(
-            f"{name} is no file; if it is meant as the name of a data set: pip install 'dflash[train]'"
-        ) from error
+    packages.need(("datasets",), f"to read {name}, which is no file, as the name of a data set")
+    import datasets
+
     try:
         rows = datasets.load_dataset(name, split=split)
     except (OSError, ValueError) as error:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from dflash import packages
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.gguf import unpacked
 from dflash.backends.torch.head import pack_head
@@ -38,6 +39,8 @@ def load(
     place = locate(id_or_path)
     device = _device(device)
     chosen = _dtype(dtype, device, "auto" if place.gguf is None else torch.bfloat16)
+    if place.gguf is not None:
+        packages.need(("gguf",), f"to unpack the .gguf file of {place.name}")
     with _blaming(place.name, "GGUF file"):
         source = None if place.gguf is None else unpacked(Path(place.source) / place.gguf, chosen)
     if source is None:
