@@ -64,10 +64,10 @@ class Features:
         """Fill the cache, shard by shard; shards of an earlier run are taken as they are."""
         if self.folder is None:
             return
+        report(0, len(sequences))
         self.folder.mkdir(parents=True, exist_ok=True)
         used = 0.0
         for first in range(0, len(sequences), SHARD):
-            report(first, len(sequences))
             part = sequences[first : first + SHARD]
             used += sum(len(s.ids) for s in part) * self._width() * 2
             if used > self.limit:
