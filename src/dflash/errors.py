@@ -3,6 +3,7 @@
 DFlashError
  +-- RequestError (ValueError)         a prompt or an option that cannot be served
  |    +-- PromptTooLong                the prompt does not fit the target's context
+ |    +-- MissingPackage (ImportError) a package that is needed for it is not installed
  +-- ModelNotFound (FileNotFoundError) no such alias, folder, file or hub id
  +-- CheckpointError (ValueError)      weights missing, left over, misshapen or unreadable
  +-- ConfigError (ValueError)          a draft config that is incomplete, contradictory or unknown
@@ -24,6 +25,10 @@ class RequestError(DFlashError, ValueError):
 
 class PromptTooLong(RequestError):
     """The prompt does not fit the target's context."""
+
+
+class MissingPackage(RequestError, ImportError):
+    """A package that is needed is not installed."""
 
 
 class ModelNotFound(DFlashError, FileNotFoundError):

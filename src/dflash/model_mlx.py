@@ -16,19 +16,23 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_lm.sample_utils import make_sampler
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from dflash import packages
 
-from dflash import stream_generate as _stream_generate
-from dflash.backends.mlx import load as backend
-from dflash.backends.mlx.draft import DFlashDraftModel
-from dflash.backends.mlx.sampler import Processor, Sampler
-from dflash.backends.mlx.target import MlxTarget
-from dflash.decode import PREFILL_CHUNK
-from dflash.errors import RequestError
-from dflash.generate import DraftLike, Response
-from dflash.sampling import SamplingParams
-from dflash.text import Prompt
+packages.need(packages.BACKENDS["mlx"], "for dflash.model_mlx")
+
+from mlx_lm.sample_utils import make_sampler  # noqa: E402
+from mlx_lm.tokenizer_utils import TokenizerWrapper  # noqa: E402
+
+from dflash import stream_generate as _stream_generate  # noqa: E402
+from dflash.backends.mlx import load as backend  # noqa: E402
+from dflash.backends.mlx.draft import DFlashDraftModel  # noqa: E402
+from dflash.backends.mlx.sampler import Processor, Sampler  # noqa: E402
+from dflash.backends.mlx.target import MlxTarget  # noqa: E402
+from dflash.decode import PREFILL_CHUNK  # noqa: E402
+from dflash.errors import RequestError  # noqa: E402
+from dflash.generate import DraftLike, Response  # noqa: E402
+from dflash.sampling import SamplingParams  # noqa: E402
+from dflash.text import Prompt  # noqa: E402
 
 __all__ = ["load", "load_draft", "stream_generate"]
 

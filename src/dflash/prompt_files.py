@@ -8,7 +8,6 @@ from __future__ import annotations
 import csv
 import glob
 import gzip
-import importlib.util
 import io
 import os
 import re
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash import jsontext
+from dflash import jsontext, packages
 from dflash.errors import RequestError
 
 MAX_SKIPPED = 0.1
@@ -116,8 +115,7 @@ def hub_rows(what: str, repository: str, config: str | None, split: str) -> Iter
 
 def _loaded(what: str, *arguments: Any, **options: Any) -> Iterator[Any]:
     """What ``datasets.load_dataset`` gives, row by row."""
-    if importlib.util.find_spec("datasets") is None:
-        raise RequestError(f"{what} cannot be read, for the package datasets is not installed: pip install datasets")
+    packages.need(("datasets",), f"to read {what}")
     import datasets
     from huggingface_hub.errors import HfHubHTTPError
 

@@ -174,7 +174,7 @@ def test_the_same_run_again_measures_nothing(measured: tuple[Path, Any], run: Ca
     again = load(place / "results.json")
     assert again.records == before.records and again.figures() == before.figures()
     result = run(*DATASETS, "--output", place, "--block-size", "4")
-    assert result.exit_code == 2 and "holds a run with other settings (block_size None there, 4 now)" in one_line(
+    assert result.exit_code == 2 and "holds a run with other settings (--block-size None there, 4 now)" in one_line(
         result.stderr
     )
 

@@ -14,8 +14,12 @@ from typer.testing import CliRunner, Result
 
 import dflash
 import tiny
+from dflash import checkpoint
 from dflash.cli.main import app
+from dflash.train import output
 from dflash.train.regenerate import read_answers
+
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 @pytest.fixture(scope="module")
@@ -77,13 +81,16 @@ def test_a_draft_is_trained_resumed_and_used(answers: Path, target_folder: Path,
 
     card = (output / "README.md").read_text()
     for part in (
-        f"base_model: {target_folder.name}",
+        f"# DFlash draft for {target_folder.name}",
+        "vllm serve path/to/the/target --spec",
+        'load("path/to/the/target")',
         "answers.jsonl (12 answers)",
         "vllm serve",
         '"steps": 6',
         "torch",
     ):
         assert part in card
+    assert "base_model" not in card, "the name of a folder is no id of the hub"
     steps = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     assert [record["step"] for record in steps if "measured" in record] == [3, 6]
 
@@ -112,9 +119,9 @@ def test_system_messages_and_packed_files_from_the_command_line(target_folder: P
         (["--taps", "a,b"], "--taps must be layer ids"),
         (["--taps", "1,9"], "names layer 9"),
         (["--mask-token", "9999"], "is no row of the target's embedding"),
-        (["--learning-rate", "0"], "learning_rate must be a number above 0"),
-        (["--learning-rate", "inf"], "learning_rate must be a number above 0"),
-        (["--weight-decay", "-1"], "weight_decay must be a number of at least 0"),
+        (["--learning-rate", "0"], "--learning-rate must be a number above 0"),
+        (["--learning-rate", "inf"], "--learning-rate must be a number above 0"),
+        (["--weight-decay", "-1"], "--weight-decay must be a number of at least 0"),
         (["--warmup", "nan"], "warmup must be a share of the steps"),
         (["--decay", "1.5"], "decay must be a share of the steps"),
         (["--seed", str(2**70)], "seed must be a whole number of 64 bits"),
@@ -159,6 +166,68 @@ def test_a_draft_that_is_gone_on_from_keeps_its_shape(answers: Path, target_fold
     stranger = tiny.save_draft(tiny.draft(tiny.target("qwen3"), hidden_size=32), tmp_path / "stranger")
     told = run(*common, "--output", tmp_path / "x", "--start", stranger, code=2)
     assert "does not fit target" in " ".join(told.output.split())
+
+
+@pytest.mark.parametrize(("model", "hub"), [("smollm2-135m", HUB), ("org/T", "org/T")])
+def test_a_card_names_the_target_as_others_know_it(model: str, hub: str) -> None:
+    place = checkpoint.Place(model, model, hub=model) if "/" in model else checkpoint.locate(model)
+    made = output.Made(place.name, place.hub, None, "dflash train", {}, (1, 2), {}, {}, 1, 1.0)
+    card = output.card(made, tiny.draft(tiny.target("llama")), None)
+    assert f"base_model: {hub}\n" in card
+    assert f"\nvllm serve {hub} --spec" in card and f"--model-path {hub} --spec" in card
+    assert f'load("{model}")' in card, "what is read here is called as it is here"
+
+
+def test_the_shipped_draft_names_its_target_as_others_know_it() -> None:
+    folder = checkpoint.DRAFTS / "smollm2-135m"
+    card = (folder / "README.md").read_text()
+    assert f"base_model: {HUB}\n" in card and f"\nvllm serve {HUB} --spec" in card
+    assert json.loads((folder / "config.json").read_text())["rms_norm_eps"] == 1e-5
+
+
+def test_export_writes_the_class_of_the_target(target_folder: Path, tmp_path: Path) -> None:
+    start = tiny.save_draft(tiny.draft(tiny.target("llama")), tmp_path / "start")
+
+    def verifier(name: str, *options: object) -> Any:
+        run("export", "--draft", start, "--output", tmp_path / name, *options)
+        return json.loads((tmp_path / name / "config.json").read_text())["speculators_config"]["verifier"]
+
+    of_folder = verifier("a", "--target", target_folder)
+    assert of_folder == {"name_or_path": str(target_folder), "architectures": ["LlamaForCausalLM"]}
+    of_alias = verifier("b", "--target", "smollm2-135m")
+    assert of_alias == {"name_or_path": HUB, "architectures": ["LlamaForCausalLM"]}
+    given = verifier("c", "--target", "org/T", "--target-class", "TForCausalLM")
+    assert given == {"name_or_path": "org/T", "architectures": ["TForCausalLM"]}
+    (target_folder / "config.json").rename(target_folder / "kept.json")
+    (target_folder / "config.json").write_text("{}")
+    told = run("export", "--draft", start, "--output", tmp_path / "d", "--target", target_folder, code=2)
+    (target_folder / "kept.json").replace(target_folder / "config.json")
+    assert "the class of the target cannot be told: give --target-class" in " ".join(told.output.split())
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_prompt_without_scores_fails_alone_and_a_run_without_answers_fails(tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    model = tiny.model("llama", vocab_size=272)
+    with torch.no_grad():
+        z = tiny.tokenizer().encode("z")
+        model.model.embed_tokens.weight[z] = torch.nan
+        model.lm_head.weight[z] = 0  # so that no answer has it
+    model.save_pretrained(folder)
+    tiny.make_tokenizer().save_pretrained(folder)
+    prompts, file = tmp_path / "p.jsonl", tmp_path / "a.jsonl"
+    common = ["regenerate", "--model", folder, "--data", prompts, "--max-new-tokens", 3]
+    asked = [f"question {i}" + "z" * (i in (3, 8)) for i in range(12)]
+    prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in asked))
+    done = run(*common, "--output", file)
+    assert "failed: 2 prompts: the target's scores are not numbers (NaN)" in done.output
+    assert "done: 10 answers" in done.output
+    assert {record["id"] for record in read_answers(file)} == {f"{i}.0" for i in range(12) if i not in (3, 8)}
+    again = run(*common, "--output", file)
+    assert "failed: 2 prompts" in again.output and len(read_answers(file)) == 10, "tried again, nothing lost"
+    prompts.write_text('{"turns": ["z"]}\n{"turns": ["zz"]}\n')
+    done = run(*common, "--output", tmp_path / "none.jsonl", code=1)
+    assert "no prompt was answered" in done.output and "done:" not in done.output
 
 
 def test_what_is_no_draft_is_not_exported(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_only_the_first_process_talks(rank: int, talks: bool, monkeypatch: Any, 
     def trained(target: Any, job: Any, say: Any = lambda line: None, *meters: Any) -> None:
         say("learned")
 
-    monkeypatch.setattr(command, "load_pair", lambda wanted: Loaded())
+    monkeypatch.setattr(command, "load_pair", lambda wanted, aloud: Loaded())
     monkeypatch.setattr("dflash.train.run.train", trained)
     environment(monkeypatch, rank, 2)
     result = CliRunner().invoke(app, ["train", "--data", "a.jsonl", "--output", str(tmp_path), "--steps", "1"])

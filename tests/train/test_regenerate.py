@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dflash
 import tiny
@@ -212,6 +213,35 @@ def test_a_prompt_that_does_not_fit_is_counted(target: TorchTarget, tmp_path: Pa
     done = regenerate(target, None, talks, tmp_path / "answers.jsonl", settings())
     assert done.done == 1
     assert done.failed == {"the prompt is longer than the target's context": 1, "an earlier turn failed": 1}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_a_prompt_without_scores_fails_alone(tmp_path: Path, batch_size: int) -> None:
+    """NaN for one letter, in the prompt of some; the later turns of such a conversation cannot be asked."""
+    sick = TorchTarget(tiny.model("llama", vocab_size=272), tiny.make_tokenizer(), "sick llama")
+    with torch.no_grad():
+        sick.model.model.embed_tokens.weight[sick.tokenizer.encode("z")] = torch.nan
+        sick.model.lm_head.weight[sick.tokenizer.encode("z")] = 0  # so that no answer has it
+    talks = [Conversation(i, "a", (f"question {i}" + "z" * (i in (2, 5)), "and then")) for i in range(8)]
+    done = regenerate(sick, None, talks, tmp_path / "a.jsonl", settings(), batch_size)
+    reason = "the target's scores are not numbers (NaN): try dtype float32 or bfloat16, and check its weights"
+    assert done.failed == {reason: 2, "an earlier turn failed": 2}
+    records = {record["id"]: record for record in read_answers(tmp_path / "a.jsonl")}
+    assert set(records) == {f"{i}.{turn}" for i in range(8) if i not in (2, 5) for turn in (0, 1)}
+    assert done.done == len(records) == 12
+    for record in records.values():
+        assert record["answer_ids"] == dflash.generate(sick, None, None, record["messages"], max_tokens=12).tokens
+
+
+def test_a_prompt_with_a_token_the_target_does_not_know_fails_alone(tmp_path: Path) -> None:
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.add_tokens([f"<more{i}>" for i in range(40)])
+    target = TorchTarget(tiny.model("llama", vocab_size=272), tokenizer, "tiny llama")
+    talks = [Conversation(0, "a", ("hello",)), Conversation(1, "a", ("say <more39>",)), Conversation(2, "a", ("you",))]
+    done = regenerate(target, None, talks, tmp_path / "a.jsonl", settings())
+    assert done.done == 2
+    [(reason, count)] = done.failed.items()
+    assert count == 1 and "is outside the vocabulary" in reason
 
 
 def test_a_file_that_holds_no_answers_is_refused(tmp_path: Path) -> None:

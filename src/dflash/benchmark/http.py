@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from dflash import packages
 from dflash.benchmark import counters, reading
 from dflash.benchmark.answers import Answer, Counted, digest, failed
 from dflash.benchmark.clock import Clock, wall
@@ -38,12 +39,11 @@ def _httpx() -> Any:
     """The HTTP client.
 
     Raises:
-        RequestError: it is not installed.
+        MissingPackage: it is not installed.
     """
-    try:
-        import httpx2
-    except ImportError as error:
-        raise RequestError("to benchmark a server: pip install 'dflash-decoding[bench]'") from error
+    packages.need(("httpx2",), "to benchmark a server")
+    import httpx2
+
     return httpx2
 
 

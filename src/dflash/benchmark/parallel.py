@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
-import os
 from dataclasses import dataclass
 
+from dflash import packages
 from dflash.benchmark.answers import Record
-from dflash.errors import RequestError
+from dflash.launcher import launched
 
 PATIENCE = datetime.timedelta(days=7)
 """How long one process waits for the others. If one dies, torchrun ends the others."""
@@ -28,22 +27,17 @@ class Share:
 
     @classmethod
     def of_environment(cls) -> Share:
-        """As torchrun, or any launcher that sets the same variables, started it."""
-        rank, world, local = (int(os.environ.get(name, default)) for name, default in
-                              (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))  # fmt: skip
-        return cls(rank, world, local)
+        """As a launcher started it."""
+        return cls(*launched())
 
     def check(self) -> None:
         """Whether the processes can hand their records to the first one.
 
         Raises:
-            RequestError: they cannot: that takes PyTorch, whatever the backend.
+            MissingPackage: they cannot: that takes PyTorch, whatever the backend.
         """
-        if self.world > 1 and importlib.util.find_spec("torch") is None:
-            raise RequestError(
-                f"{self.world} processes cannot share the prompts without PyTorch, through which they hand over their "
-                "records: start one process, or install torch"
-            )
+        if self.world > 1:
+            packages.need(("torch",), f"for {self.world} processes to share the prompts")
 
     def device(self, wanted: str | None, backend: str) -> str | None:
         """The device to use: where PyTorch has several GPUs, each process takes its own."""

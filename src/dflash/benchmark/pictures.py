@@ -9,7 +9,6 @@ from typing import Any
 
 from dflash.benchmark.figures import Figures
 from dflash.benchmark.results import ALL, Results
-from dflash.errors import RequestError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -17,17 +16,6 @@ GREY = "#666666"
 
 Rows = dict[str, dict[str, Figures]]
 """Data set -> system -> figures."""
-
-
-def check_matplotlib() -> None:
-    """
-    Raises:
-        RequestError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise RequestError("--output draws plots with matplotlib: pip install 'dflash-decoding[bench]'") from error
 
 
 def draw(results: Results, folder: Path) -> dict[str, str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from dflash import default_backend
-from dflash.checkpoint import DEFAULT_MODEL, find_weights, locate_draft, shipped_draft
-from dflash.cli import console, options
-from dflash.cli.pair import Wanted, load_pair
+from dflash import default_backend, packages
+from dflash.checkpoint import DEFAULT_MODEL, find_weights, locate_draft, packages_of, shipped_draft
+from dflash.cli import console, options, stopping
+from dflash.cli.pair import Wanted, draft_options, load_pair
 from dflash.cli.progress import meter
 from dflash.errors import RequestError
 
@@ -36,8 +34,6 @@ _SERVERS = "Servers (--backend openai)"
 
 FAILED = 1
 """Exit status when an answer failed; of --compare, when one in either of the results did."""
-
-INTERRUPTED = 130
 
 A_FEW = 5
 """Prompts of each shipped sample where nothing is said: minutes on a CPU, not hours."""
@@ -227,10 +223,17 @@ def benchmark(
     if len({one.name for one in asked}) < len(asked):
         raise RequestError("two data sets have the same name: give one of the files another")
     if output is not None:
-        _check_drawing()
+        _check_drawing(backend, model or DEFAULT_MODEL)
+    of_draft = draft_options(draft_sliding_window_size, draft_revision, draft_bits, draft_min_confidence)
+    if of_draft and backend == "openai":
+        raise RequestError(
+            f"options of a draft do not go with --backend openai: a server has its own, leave {of_draft[0]} out"
+        )
+    if of_draft and draft is None:
+        raise RequestError(
+            f"{of_draft[0]} needs a draft: give --draft-model, and with --systems one that drafts (draft, both)"
+        )
     if backend == "openai":
-        if draft_min_confidence is not None or draft_sliding_window_size is not None or draft_bits is not None:
-            raise RequestError("options of a draft do not go with --backend openai: a server has its own")
         bench = _of_servers(base_url or [], model, asking, at_once, timeout, draft, wanted)
     else:
         own = share.device(device, backend or default_backend())
@@ -352,7 +355,13 @@ def _measure(
     if share.rank == 0:
         _finish(_results(bench, settings, where, records, complete, asked, asking), output)
     if not complete:
-        raise typer.Exit(INTERRUPTED)
+        if share.rank:
+            raise typer.Exit(stopping.INTERRUPTED)  # the first process speaks for all
+        kept = "the figures are of the answers so far" if records else "before the first answer"
+        how = "with --output it could be gone on with"
+        if output is not None:
+            how = f"go on with the same command: {stopping.command()}"
+        raise stopping.stopped(f"interrupted, {kept}; {how}")
     if share.rank == 0:
         _exit_of(records)
 
@@ -398,14 +407,8 @@ def _results(
     if line.baseline is not None and bench.target is not None and bench.dtype is not None:
         found = partings(records, line.baseline, line.comparable, asked, bench.target, bench.dtype, asking)
     return Results(
-        _command(), complete, settings, where, line.descriptions, line.baseline, line.comparable, records, found
+        stopping.command(), complete, settings, where, line.descriptions, line.baseline, line.comparable, records, found
     )
-
-
-def _command() -> str:
-    """As it was typed."""
-    module = Path(sys.argv[0]).parent.name == "benchmark"
-    return shlex.join([*(["python", "-m", "dflash.benchmark"] if module else ["dflash"]), *sys.argv[1:]])
 
 
 def _finish(results: Results, output: Path | None) -> None:
@@ -416,7 +419,6 @@ def _finish(results: Results, output: Path | None) -> None:
 
     out = console.stdout()
     if not results.records:
-        console.say("stopped", "before the first answer", "bold yellow")
         return
     for line in headline(results):
         out.print(line, style="dim", soft_wrap=True)
@@ -428,10 +430,12 @@ def _finish(results: Results, output: Path | None) -> None:
         console.say("written", f"{output}{os.sep}results.json and report.html", "bold green")
 
 
-def _check_drawing() -> None:
-    from dflash.benchmark.pictures import check_matplotlib
-
-    check_matplotlib()
+def _check_drawing(backend: str | None, model: str) -> None:
+    """Whether plots can be drawn. If not, what else is missing is told too."""
+    also = ["httpx2"]
+    if backend != "openai":
+        also = [*packages.BACKENDS[backend or default_backend()], *packages_of(model)]
+    packages.need(("matplotlib",), "to draw the plots of --output", also)
 
 
 def _compare(*places: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -46,8 +46,8 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def plain_warnings() -> Iterator[None]:
-    """Show warnings as ``warning: ...`` instead of with the line of code that raised them."""
+def plain_warnings(worded: Callable[[str], str]) -> Iterator[None]:
+    """Show warnings as ``warning: ...``, worded so, instead of with the line of code that raised them."""
 
     def show(
         message: Warning | str,
@@ -57,7 +57,7 @@ def plain_warnings() -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        say("warning", message, "bold yellow")
+        say("warning", worded(str(message)), "bold yellow")
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -65,9 +65,15 @@ def plain_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def waiting(message: str) -> Iterator[None]:
-    """A spinner and the time that has passed, on stderr and only on a terminal; gone when it is over."""
+def waiting(message: str, aloud: bool = False) -> Iterator[None]:
+    """A spinner and the time that has passed, on stderr and only on a terminal; gone when it is over.
+
+    Args:
+        aloud: where there is no terminal, print the message as a line.
+    """
     console = stderr()
+    if aloud and not console.is_terminal:
+        console.print(Text(message), soft_wrap=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(message, total=None)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
 
 from dflash.checkpoint import DEFAULT_MODEL
-from dflash.cli import console, figures, options, prompts
+from dflash.cli import console, figures, options, prompts, stopping
 from dflash.cli.accepted import Painter, Splitter
 from dflash.cli.pair import Pair, Wanted, load_pair
 from dflash.errors import RequestError
@@ -19,6 +19,9 @@ from dflash.sampling import SamplingParams
 from dflash.text import StopScanner
 
 _SAMPLING = "Sampling"
+
+INTERRUPTED = "interrupted"
+"""Finish reason of an answer that Ctrl-C ended."""
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,16 @@ def generate(
     pair = load_pair(wanted)
     stream = request.stream(pair)
     if as_json:
-        console.print_json(_record(collect(stream), pair, request))
+        answer = gather(stream)
+        if answer is not None:
+            console.print_json(_record(answer, pair, request))
     else:
-        _show(stream, pair, show_accepted)
+        answer = _show(stream, pair, show_accepted)
+    if answer is None:
+        raise stopping.stopped("interrupted before the first token")
+    if answer.finish_reason == INTERRUPTED:
+        what = "the object holds" if as_json else "this is"
+        raise stopping.stopped(f"interrupted, {what} the answer so far ({answer.generation_tokens} tokens)")
 
 
 def _record(answer: Generation, pair: Pair, request: Request) -> dict[str, Any]:
@@ -141,10 +151,12 @@ def _record(answer: Generation, pair: Pair, request: Request) -> dict[str, Any]:
     }
 
 
-def _show(stream: Iterator[Response], pair: Pair, show_accepted: bool) -> None:
-    """The text on stdout, the figures on stderr."""
+def _show(stream: Iterator[Response], pair: Pair, show_accepted: bool) -> Generation | None:
+    """The text on stdout, the figures on stderr. Returns what ``gather`` does."""
     painter = Painter(console.stdout()) if show_accepted else None
     answer = print_stream(stream, pair.target.tokenizer, painter)
+    if answer is None:
+        return None
     aside = console.stderr()
     if painter is not None:
         typer.echo(painter.legend(answer.accepted, answer.generation_tokens), err=True)
@@ -155,20 +167,40 @@ def _show(stream: Iterator[Response], pair: Pair, show_accepted: bool) -> None:
         aside.print("rounds by the tokens they gave:", style="dim")
         for line in figures.histogram(answer.rounds, pair.block_size, console.prints_unicode(aside)):
             aside.print(line, style="dim", soft_wrap=True)
+    return answer
 
 
-def print_stream(stream: Iterator[Response], tokenizer: Any, painter: Painter | None) -> Generation:
-    """Write the text to stdout as it comes, exactly as it is or painted; end it with a newline."""
+def gather(stream: Iterator[Response], show: Callable[[Response], None] = lambda response: None) -> Generation | None:
+    """The whole answer, each response shown as it comes.
+
+    Returns:
+        Interrupted, the answer so far, with finish reason ``INTERRUPTED``; None before the first token.
+    """
     responses: list[Response] = []
-    splitter = Splitter(tokenizer)
-    last = "\n"
     try:
         for response in stream:
             responses.append(response)
-            sys.stdout.write(response.text if painter is None else painter.paint(splitter.split(response)))
-            sys.stdout.flush()
-            last = response.text[-1:] or last
-    finally:  # interrupted too, what comes next begins on a line of its own
+            show(response)
+    except KeyboardInterrupt:
+        if not responses:
+            return None
+        responses[-1] = replace(responses[-1], finish_reason=INTERRUPTED)
+    return collect(iter(responses))
+
+
+def print_stream(stream: Iterator[Response], tokenizer: Any, painter: Painter | None) -> Generation | None:
+    """``gather``, with the text written to stdout exactly as it is or painted, and a newline at its end."""
+    splitter = Splitter(tokenizer)
+    last = "\n"
+
+    def show(response: Response) -> None:
+        nonlocal last
+        sys.stdout.write(response.text if painter is None else painter.paint(splitter.split(response)))
+        sys.stdout.flush()
+        last = response.text[-1:] or last
+
+    try:
+        return gather(stream, show)
+    finally:  # whatever ended it, what comes next begins on a line of its own
         if last != "\n":
             sys.stdout.write("\n")
-    return collect(iter(responses))

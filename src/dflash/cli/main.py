@@ -12,31 +12,40 @@ from typer.core import TyperGroup
 
 from dflash import DFlashError, __version__
 from dflash.cli import benchmark as benchmark_command
-from dflash.cli import console
+from dflash.cli import console, options, stopping
 from dflash.cli.demo import demo
 from dflash.cli.export import export
 from dflash.cli.generate import generate
 from dflash.cli.regenerate import regenerate
 from dflash.cli.train import train
 from dflash.cli.verify import EPILOG, verify
+from dflash.errors import CheckpointError, ConfigError
 
 ERROR_STATUS = 2
 """Exit status of a request that cannot be served, as for a wrong option."""
 
 
 class Commands(TyperGroup):
-    """Shows every error raised on purpose as one line. Interrupted, a command ends quietly with 130."""
+    """Shows every error raised on purpose as one line, and that a command was interrupted."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        with console.plain_warnings():
+
+        def worded(message: str) -> str:
+            command = self.commands.get(ctx.invoked_subcommand or "")
+            return message if command is None else options.as_typed(message, command.params)
+
+        with console.plain_warnings(worded):
             try:
                 return super().invoke(ctx)
             except (DFlashError, OSError) as error:
                 if isinstance(error, BrokenPipeError):  # the reader has left: typer ends quietly
                     raise
-                console.say("error", error, "bold red")
+                of_file = isinstance(error, (ConfigError, CheckpointError))  # these name fields of a file
+                console.say("error", error if of_file else worded(str(error)), "bold red")
                 raise typer.Exit(ERROR_STATUS) from error
+            except KeyboardInterrupt as interrupt:  # what a command has to say of it, it has said
+                raise stopping.stopped("interrupted") from interrupt
 
 
 app = typer.Typer(
@@ -78,4 +87,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    stopping.take_sigterm_as_interrupt()
     app(arguments, prog_name="dflash")

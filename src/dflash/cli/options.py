@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -148,3 +150,30 @@ EnableThinking = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+_OF_LIBRARY = {
+    "max_tokens": "--max-new-tokens",
+    "sliding_window_size": "--draft-sliding-window-size",
+    "min_confidence": "--draft-min-confidence",
+    "trust_remote_code=True": "--trust-remote-code",
+}
+"""Parameters of the library that a command calls something else."""
+
+
+def as_typed(message: str, parameters: Iterable[Any]) -> str:
+    """A message of the library with the parameters it names called what they are called on the command line.
+
+    Single words, as temperature, stay: they read the same.
+
+    Args:
+        parameters: of the command in use.
+    """
+    options = {one.name: one.opts[0] for one in parameters if one.opts and one.opts[0].startswith("--")}
+    names = {name: option for name, option in options.items() if "_" in name}
+    names |= {name: option for name, option in _OF_LIBRARY.items() if option in options.values()}
+    if not names:
+        return message
+    known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+    # Not inside a path or a longer word.
+    return re.sub(rf"(?<![\w./-])({known})(?![\w/-])", lambda found: names[found[0]], message)

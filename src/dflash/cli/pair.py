@@ -23,6 +23,19 @@ DRAFTING: tuple[DrafterKind, ...] = ("dflash", "both")
 """The drafters that need a draft."""
 
 
+def draft_options(
+    sliding_window_size: int | None, revision: str | None, bits: int | None, min_confidence: float | None
+) -> list[str]:
+    """The names of those that are given, of the options that only a draft can have."""
+    values = {
+        "--draft-sliding-window-size": sliding_window_size,
+        "--draft-revision": revision,
+        "--draft-bits": bits,
+        "--draft-min-confidence": min_confidence,
+    }
+    return [name for name, value in values.items() if value is not None]
+
+
 @dataclass(frozen=True)
 class Wanted:
     """The loading options, as given.
@@ -47,17 +60,12 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if self.draft_source is None:
-            for option, value in (
-                (f"--drafter {self.drafter}", self.drafter in DRAFTING),
-                ("--draft-sliding-window-size", self.draft_sliding_window_size is not None),
-                ("--draft-revision", self.draft_revision is not None),
-                ("--draft-bits", self.draft_bits is not None),
-                ("--draft-min-confidence", self.draft_min_confidence is not None),
-            ):
-                if value and self.drafter not in (None, *DRAFTING):
-                    raise RequestError(f"{option} is not used by --drafter {self.drafter}: leave one of them out")
-                if value:
-                    raise RequestError(f"{option} needs a draft: give --draft with a folder or a hub id")
+            given = self.draft_options
+            if given and self.drafter not in (None, *DRAFTING):
+                raise RequestError(f"{given[0]} is not used by --drafter {self.drafter}: leave one of them out")
+            if given or self.drafter in DRAFTING:
+                option = f"--drafter {self.drafter}" if self.drafter in DRAFTING else given[0]
+                raise RequestError(f"{option} needs a draft: give --draft with a folder or a hub id")
         elif self.drafter not in (None, *DRAFTING):
             raise RequestError(f"--draft is not used by --drafter {self.drafter}: leave one of them out")
         if self.block_size is not None and self.block_size < 1:
@@ -65,6 +73,13 @@ class Wanted:
                 "--block-size must be at least 2 (the pending token and one draft), or 1 for plain decoding, not "
                 f"{self.block_size}"
             )
+
+    @property
+    def draft_options(self) -> list[str]:
+        """The options given that only a draft can have."""
+        return draft_options(
+            self.draft_sliding_window_size, self.draft_revision, self.draft_bits, self.draft_min_confidence
+        )
 
     @property
     def draft_source(self) -> str | None:
@@ -133,14 +148,27 @@ class Pair:
         }
 
 
-def load_pair(wanted: Wanted) -> Pair:
+def check_installed(wanted: Wanted) -> None:
+    """Asked before a framework is imported.
+
+    Raises:
+        MissingPackage: naming all that must be installed first.
+    """
+    dflash.check_backend(wanted.backend, wanted.model)
+
+
+def load_pair(wanted: Wanted, aloud: bool = False) -> Pair:
     """Load drafter and target, the cheap one first.
+
+    Args:
+        aloud: say so where there is no terminal too.
 
     Raises:
         DFlashError: as ``dflash.load`` and ``dflash.load_draft``.
     """
+    check_installed(wanted)
     place = locate(wanted.model)  # what does not exist is told before a framework is imported
-    with _loading(place):
+    with _loading(place, aloud):
         drafter = _drafter(wanted)
         block_size = choose_block(drafter, wanted.block_size)
         target = dflash.load(
@@ -166,7 +194,7 @@ def _drafter(wanted: Wanted) -> Drafter:
 
 
 @contextmanager
-def _loading(place: Place) -> Iterator[None]:
+def _loading(place: Place, aloud: bool) -> Iterator[None]:
     """A spinner while local files are read; a download shows the hub's own progress bars."""
     from transformers.utils import logging
 
@@ -177,5 +205,5 @@ def _loading(place: Place) -> Iterator[None]:
         return
     logging.disable_progress_bar()
     once = " (a .gguf file is unpacked the first time)" if place.gguf is not None else ""
-    with console.waiting(f"loading {place.name}{once}"):
+    with console.waiting(f"loading {place.name}{once}", aloud):
         yield

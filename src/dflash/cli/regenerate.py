@@ -9,11 +9,14 @@ from typing import Annotated
 import typer
 
 from dflash.checkpoint import DEFAULT_MODEL
-from dflash.cli import console, options
-from dflash.cli.pair import Wanted, load_pair
+from dflash.cli import console, options, stopping
+from dflash.cli.pair import Wanted, check_installed, load_pair
 from dflash.cli.progress import meter
 from dflash.cli.prompts import tell_skipped
 from dflash.sampling import SamplingParams
+
+FAILED = 1
+"""Exit status when no prompt was answered."""
 
 
 def regenerate(
@@ -47,38 +50,40 @@ def regenerate(
     revision: options.Revision = None,
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
-    """Answer prompts with the target, in batches, and keep the tokens of prompts and answers."""
+    """Answer prompts with the target, in batches, and keep the tokens of prompts and answers.
+
+    A prompt that fails is counted with its reason, and tried again when the run is gone on with.
+    """
+    kind = drafter or ("dflash" if draft else "none")
+    wanted = Wanted(
+        model, draft, kind, None, backend, dtype, device, revision, trust_remote_code=trust_remote_code
+    )  # fmt: skip
+    check_installed(wanted)
     from dflash.prompts import read_prompts, spread
-    from dflash.train.regenerate import Progress, Settings
+    from dflash.train.regenerate import Progress, Settings, read_answers
     from dflash.train.regenerate import regenerate as run
 
     prompts = read_prompts(data, split)
     tell_skipped(prompts)
-    pair = load_pair(
-        Wanted(
-            model,
-            draft,
-            drafter or ("dflash" if draft else "none"),
-            None,
-            backend,
-            dtype,
-            device,
-            revision,
-            trust_remote_code=trust_remote_code,
-        )
-    )
+    pair = load_pair(wanted, aloud=True)
     sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
     settings = Settings(pair.target.name, pair.dtype, max_new_tokens, sampling, system, enable_thinking)
     began = time.monotonic()
-    with meter("answers") as show:
+    chosen = spread(prompts.conversations, max_samples)
+    try:
+        with meter("answers") as show:
 
-        def report(progress: Progress) -> None:
-            rate = progress.tokens / (time.monotonic() - began)
-            show(progress.done, progress.total, f"{rate:.0f} tok/s")
+            def report(progress: Progress) -> None:
+                rate = progress.tokens / (time.monotonic() - began)
+                show(progress.done, progress.total, f"{rate:.0f} tok/s" if progress.tokens else "")
 
-        done = run(
-            pair.target, pair.drafter, spread(prompts.conversations, max_samples), output, settings, batch_size, report
-        )
+            done = run(pair.target, pair.drafter, chosen, output, settings, batch_size, report)
+    except KeyboardInterrupt as interrupt:
+        kept = f"interrupted, {len(read_answers(output))} answers are kept in {output}"
+        raise stopping.stopped(f"{kept}; go on with the same command: {stopping.command()}") from interrupt
     for reason, count in done.failed.items():
         console.say("failed", f"{count} prompts: {reason}", "bold yellow")
+    if not done.done:
+        console.say("error", f"no prompt was answered, {output} holds no answers", "bold red")
+        raise typer.Exit(FAILED)
     console.say("done", f"{done.done} answers in {output}", "bold green")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dflash.checkpoint import DEFAULT_MODEL
-from dflash.cli import console, options
-from dflash.cli.pair import Wanted, load_pair
+from dflash.checkpoint import DEFAULT_MODEL, locate
+from dflash.cli import console, options, stopping
+from dflash.cli.pair import Wanted, check_installed, load_pair
 from dflash.cli.progress import meter
 from dflash.errors import RequestError
+from dflash.launcher import is_first
+
+if TYPE_CHECKING:
+    from dflash.train.evaluate import Acceptance
+    from dflash.train.loop import Progress
+    from dflash.train.run import Job
 
 _DRAFT, _RECIPE, _RUN = "The draft", "The recipe", "The run"
 
@@ -97,12 +102,12 @@ def train(
     trust_remote_code: options.TrustRemoteCode = False,
 ) -> None:
     """Train a draft for a target on the target's own answers. Interrupted, go on with --resume."""
-    from dflash.backends.torch.target import TorchTarget
-    from dflash.train.loop import Progress
-    from dflash.train.processes import is_first, own_device
-    from dflash.train.recipe import Recipe
-    from dflash.train.run import Job, Shape
-    from dflash.train.run import train as run
+    wanted = Wanted(model, None, "none", None, "torch", dtype, device, revision, trust_remote_code=trust_remote_code)
+    check_installed(wanted)
+    with console.waiting("importing PyTorch", aloud=is_first()):
+        from dflash.train.processes import own_device
+        from dflash.train.recipe import Recipe
+        from dflash.train.run import Job, Shape
 
     recipe = Recipe(
         steps, sequences, anchors, loss, weights, gamma, learning_rate, muon_rate, weight_decay, warmup, decay,
@@ -111,20 +116,32 @@ def train(
     shape = Shape(
         block_size, layers, None if taps is None else _taps(taps), mask_token, sliding_layers, sliding_window, start
     )
-    command = shlex.join(["dflash", *sys.argv[1:]])
     job = Job(
         tuple(data), output, shape, recipe, held_out, max_length, cache, cache_limit * 1e9, resume,
-        measure_every=measure_every, save_every=save_every, licence=licence, command=command,
+        measure_every=measure_every, save_every=save_every, licence=licence,
+        command=stopping.command(), target_id=locate(model).hub,
     )  # fmt: skip
-    target = load_pair(
-        Wanted(
-            model, None, "none", None, "torch", dtype, own_device(device), revision, trust_remote_code=trust_remote_code
-        )
-    ).target
+    try:
+        measured = _run(replace(wanted, device=own_device(device)), job)
+    except KeyboardInterrupt as interrupt:
+        if not is_first():
+            raise typer.Exit(stopping.INTERRUPTED) from interrupt  # the first process speaks for all
+        raise stopping.stopped(_kept(job)) from interrupt
+    if measured is not None:
+        console.say("held out", f"{measured.length:.2f} tokens a round", "bold green")
+    if is_first():
+        console.say("done", f"the draft is in {output}", "bold green")
+
+
+def _run(wanted: Wanted, job: Job) -> Acceptance | None:
+    """Load the target and train, with progress shown."""
+    from dflash.backends.torch.target import TorchTarget
+    from dflash.train.run import train as run
+
+    target = load_pair(wanted, aloud=is_first()).target
     assert isinstance(target, TorchTarget)
     if not is_first():  # what is told once is not told by every process
-        run(target, job)
-        return
+        return run(target, job)
     with meter("hidden states") as caching, meter("steps") as show:
 
         def report(progress: Progress) -> None:
@@ -133,10 +150,21 @@ def train(
                 figures += f", held out {progress.measured.length:.2f}"
             show(progress.step, progress.steps, figures if progress.blocks_per_second else "")
 
-        measured = run(target, job, lambda line: console.say("data", line, "bold"), caching, report)
-    if measured is not None:
-        console.say("held out", f"{measured.length:.2f} tokens a round", "bold green")
-    console.say("done", f"the draft is in {output}", "bold green")
+        return run(target, job, lambda line: console.say("data", line, "bold"), caching, report)
+
+
+def _kept(job: Job) -> str:
+    """What an interrupted run leaves behind, and how to go on."""
+    from dflash.train import checkpoint
+
+    last = checkpoint.latest(job.output / "checkpoints")
+    if last is None:
+        cached = "" if job.cache is None else f"; hidden states computed by now are kept in {job.cache}"
+        return f"interrupted before the end of the first step{cached}; begin again with the same command: {job.command}"
+    resume = "" if job.resume else " --resume"
+    return f"interrupted, step {checkpoint.step_of(last)} of {job.recipe.steps} is saved in {last}; go on with: " + (
+        f"{job.command}{resume}"
+    )
 
 
 def _taps(text: str) -> int | tuple[int, ...]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash.checkpoint import DEFAULT_MODEL
-from dflash.cli import console, options, prompts
+from dflash.cli import console, options, prompts, stopping
 from dflash.cli.pair import Pair, Wanted, load_pair
 from dflash.cli.prompts import BUILT_IN, Question
 from dflash.difference import ULPS, Difference, first_difference
@@ -25,7 +25,8 @@ FAILED = 1
 """Exit status when an answer is not the target's own."""
 
 EPILOG = (
-    "Exit status: 0 if all answers are the same, 1 if one is not, 2 for an error.\n\n"
+    "Exit status: 0 if all answers are the same, 1 if one is not, 2 for an error, 130 if it was interrupted: then the "
+    "prompts compared so far are shown.\n\n"
     "In float32 every difference counts. In bfloat16 and float16 a block and a single token are rounded differently, "
     "and where the target's best two scores are that close, either is its own choice: such a difference is a tie, and "
     f"fails only with --strict. Up to {ULPS} units in the last place of the best score are a tie (typically 0.5 in "
@@ -93,15 +94,21 @@ def verify(
         )
     questions = _questions(file, prompt or [], max_samples)
     pair = load_pair(wanted)
-    checks = []
-    for number, question in enumerate(questions, start=1):
-        with console.waiting(f"prompt {number} of {len(questions)}"):
-            checks.append(_check(pair, question, max_new_tokens, enable_thinking))
+    checks: list[Check] = []
+    complete = True
+    try:
+        for number, question in enumerate(questions, start=1):
+            with console.waiting(f"prompt {number} of {len(questions)}"):
+                checks.append(_check(pair, question, max_new_tokens, enable_thinking))
+    except KeyboardInterrupt:
+        complete = False
     failed = any(c.verdict == "different" or (strict and c.verdict == "tie") for c in checks)
     if as_json:
-        console.print_json(_record(checks, pair, failed))
-    else:
+        console.print_json(_record(checks, pair, failed, complete))
+    elif checks:
         _show(checks, pair)
+    if not complete:
+        raise stopping.stopped(f"interrupted after {len(checks)} of {len(questions)} prompts")
     raise typer.Exit(FAILED if failed else 0)
 
 
@@ -128,10 +135,11 @@ def _check(pair: Pair, question: Question, max_new_tokens: int, enable_thinking:
     return Check(question, plain, drafted, difference)
 
 
-def _record(checks: Sequence[Check], pair: Pair, failed: bool) -> dict[str, Any]:
+def _record(checks: Sequence[Check], pair: Pair, failed: bool, complete: bool) -> dict[str, Any]:
     verdicts = [check.verdict for check in checks]
     return {
-        "passed": not failed,
+        "passed": complete and not failed,
+        "complete": complete,
         **{verdict: verdicts.count(verdict) for verdict in ("identical", "tie", "different")},
         "settings": pair.settings(),
         "prompts": [

@@ -62,6 +62,11 @@ def latest(folder: Path) -> Path | None:
     return max(whole, key=lambda path: int(_step(path)), default=None)
 
 
+def step_of(path: Path | None) -> int | None:
+    """The step that a checkpoint is of."""
+    return None if path is None else int(_step(path))
+
+
 def _step(path: Path) -> str:
     return path.name.removeprefix("step-")
 

@@ -76,6 +76,7 @@ class Features:
         """
         if self.folder is None:
             return
+        report(0, len(sequences))
         self.folder.mkdir(parents=True, exist_ok=True)
         used = 0.0
         shards: list[tuple[Path, SequenceOf[Sequence]]] = []

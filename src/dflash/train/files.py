@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
 
 from dflash.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def write(file: Path, text: str) -> None:
@@ -26,6 +28,8 @@ def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         CheckpointError: it cannot be written: the disk is full, for one.
     """
+    from safetensors.torch import save_file  # here, because text is written without PyTorch too
+
     beside = _beside(file)
     try:
         save_file(dict(tensors), beside, metadata={"format": "pt"})

@@ -32,6 +32,7 @@ from dflash.train.recipe import Recipe
 from dflash.train.scalars import scalars
 from dflash.train.schedule import rate
 from dflash.train.teacher import check_teacher
+from dflash.train.whole import whole
 
 PATIENCE = 10
 """Steps in a row whose loss or gradient is not finite before the run is ended."""
@@ -161,6 +162,7 @@ class Trainer:
         self.step = 0
         self.spent = {"seconds": 0.0, "blocks": 0.0}
         self._skipped = 0
+        self._clock = time.perf_counter()
         self._begin(resume)
         self._scalars = scalars(self.output / "tensorboard", self.step) if self.processes.first else None
 
@@ -205,31 +207,66 @@ class Trainer:
         until: int | None = None,
         report: Callable[[Progress], None] = lambda progress: None,
     ) -> Progress:
-        """Train to the last step (or to ``until``), measuring and saving at intervals."""
+        """Train to the last step (or to ``until``), measuring and saving at intervals.
+
+        Interrupted (KeyboardInterrupt), the last whole step is saved.
+
+        Args:
+            report: called at the start and after every step.
+        """
+        try:
+            return self._run(log_every, measure_every, save_every, until, report)
+        except KeyboardInterrupt:
+            self._count_time()
+            if self.step:
+                self.save()
+            raise
+
+    def _run(
+        self,
+        log_every: int,
+        measure_every: int,
+        save_every: int,
+        until: int | None,
+        report: Callable[[Progress], None],
+    ) -> Progress:
         progress = Progress(self.step, self.recipe.steps)
         end = min(self.recipe.steps, until or self.recipe.steps)
         totals = {"loss": 0.0, "slots": 0.0, "accepted": 0.0, "blocks": 0.0}
         seconds = dict.fromkeys(("data", "compute", "update"), 0.0)
-        began = time.perf_counter()
+        report(progress)
+        self._clock = time.perf_counter()
         while self.step < end:
             self.take_step(totals, seconds)
             logs, measures = self._due(log_every), self._due(measure_every)
             if logs:
-                spent = time.perf_counter() - began
-                self.spent["seconds"] += spent
-                progress = self._progress(totals, dict(seconds), spent)
+                progress = self._progress(totals, dict(seconds), self._count_time())
                 totals, seconds = dict.fromkeys(totals, 0.0), dict.fromkeys(seconds, 0.0)
                 self._log({k: v for k, v in asdict(progress).items() if k not in ("steps", "measured")})
             if measures and self.corpus.held_out and self.processes.first:
                 progress.measured = self.measure()
                 self._log({"step": self.step, "measured": asdict(progress.measured)})
-            if self._due(save_every) and self.processes.first and not self._skipped:
-                checkpoint.save(self.output / "checkpoints", self.step, self.draft, self.optimizers, self.spent)
+            if self._due(save_every):
+                self.save()
             if logs:
-                began = time.perf_counter()
+                self._clock = time.perf_counter()
             progress.step = self.step
             report(progress)
         return progress
+
+    def _count_time(self) -> float:
+        """Add the seconds since the last call to those spent, and return them."""
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        self.spent["seconds"] += seconds
+        return seconds
+
+    def save(self) -> None:
+        """Write a checkpoint of the last whole step, unless it is there, or that step and those before it failed."""
+        folder = self.output / "checkpoints"
+        if self.processes.first and not self._skipped and checkpoint.step_of(checkpoint.latest(folder)) != self.step:
+            with whole():
+                checkpoint.save(folder, self.step, self.draft, self.optimizers, self.spent)
 
     def measure(self) -> Acceptance:
         """Acceptance on the held-out answers."""
@@ -271,14 +308,15 @@ class Trainer:
             seconds["compute"] += time.perf_counter() - clock
             clock = time.perf_counter()
         norm = float(nn.utils.clip_grad_norm_(self.draft.parameters(), self.recipe.clip))
-        self._update(math.isfinite(norm) and math.isfinite(loss_sum))
-        if not self._skipped:
-            totals["loss"] += loss_sum
-            totals["slots"] += slots / self.processes.world
-        totals["blocks"] += sum(len(drawn[i]) for i in mine)
-        self.spent["blocks"] += sum(map(len, drawn.values()))
-        seconds["update"] += time.perf_counter() - clock
-        self.step += 1
+        with whole():  # weights, optimisers and the number of the step belong together
+            self._update(math.isfinite(norm) and math.isfinite(loss_sum))
+            if not self._skipped:
+                totals["loss"] += loss_sum
+                totals["slots"] += slots / self.processes.world
+            totals["blocks"] += sum(len(drawn[i]) for i in mine)
+            self.spent["blocks"] += sum(map(len, drawn.values()))
+            seconds["update"] += time.perf_counter() - clock
+            self.step += 1
 
     def _update(self, finite: bool) -> None:
         """One step of the optimisers; a step that is not finite is left out, several in a row end the run."""

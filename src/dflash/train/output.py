@@ -36,6 +36,8 @@ class Made:
     """How a draft was made, for its card.
 
     Attributes:
+        target: what it is called here.
+        target_id: of the target on the hub, where it is known to be there.
         command: as it was typed.
         data: answer files, each with its number of answers.
         supervised: answer tokens learned from, of all tokens.
@@ -43,6 +45,7 @@ class Made:
     """
 
     target: str
+    target_id: str | None
     licence: str | None
     command: str
     data: dict[str, int]
@@ -69,11 +72,13 @@ def card(made: Made, draft: DFlashDraftModel, measured: Acceptance | None) -> st
     config = draft.config
     size = sum(p.numel() for p in draft.parameters())
     learned, read = made.supervised
+    # What other programs are given: our alias means nothing to them, nor does the bare name of a folder.
+    target = made.target_id or "path/to/the/target"
     lines = [
         "---",
         *([f"license: {made.licence}"] if made.licence else []),
         "library_name: dflash",
-        f"base_model: {made.target}",
+        *([f"base_model: {made.target_id}"] if made.target_id else []),
         "tags: [speculative-decoding, dflash, draft]",
         "---",
         "",
@@ -122,14 +127,14 @@ def card(made: Made, draft: DFlashDraftModel, measured: Acceptance | None) -> st
         "```python",
         "from dflash import load, load_draft, stream_generate",
         "",
-        f'model, tokenizer = load("{made.target}")',
+        f'model, tokenizer = load("{made.target if made.target_id else target}")',
         'draft = load_draft("path/to/this/folder")',
         "```",
         "",
         "```",
-        f'vllm serve {made.target} --speculative-config \'{{"method":"dflash","model":"path/to/this/folder",'
+        f'vllm serve {target} --speculative-config \'{{"method":"dflash","model":"path/to/this/folder",'
         f'"num_speculative_tokens":{config.block_size - 1}}}\'',
-        f"python -m sglang.launch_server --model-path {made.target} --speculative-algorithm DFLASH "
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH "
         f"--speculative-draft-model-path path/to/this/folder --speculative-num-draft-tokens {config.block_size}",
         "```",
         "",

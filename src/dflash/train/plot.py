@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dflash.errors import RequestError
+from dflash import packages
 from dflash.train.loop import read_log
 
 
@@ -12,12 +12,11 @@ def plot_run(log: Path, picture: Path) -> None:
     """Draw the curves of ``log.jsonl``.
 
     Raises:
-        RequestError: matplotlib is not installed.
+        MissingPackage: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise RequestError("to draw training.png: pip install 'dflash-decoding[plot]'") from error
+    packages.need(("matplotlib",), "to draw training.png")
+    from matplotlib.figure import Figure
+
     records = read_log(log)
     steps = [r for r in records if "loss" in r]
     measured = [r for r in records if "measured" in r]

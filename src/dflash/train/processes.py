@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import os
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from dflash.errors import RequestError
+from dflash.launcher import launched
 
 LONGEST_WAIT = datetime.timedelta(hours=12)
 """How long a process waits for the others. They may be at work for long: the first one measures alone, and hidden
@@ -42,7 +42,7 @@ class Processes:
         Raises:
             RequestError: several processes on a device that they cannot exchange gradients from.
         """
-        rank, world, _ = _environment()
+        rank, world, _ = launched()
         if world == 1:
             return cls()
         if device.type not in ("cuda", "cpu"):
@@ -82,11 +82,6 @@ ALONE = Processes()
 """The one process of most runs."""
 
 
-def is_first() -> bool:
-    """Whether this process is the first of its run, as far as the environment tells, before it has joined."""
-    return _environment()[0] == 0
-
-
 def own_device(device: str | None) -> str | None:
     """The device that this process loads its target on: of several, each has a GPU of its own.
 
@@ -96,7 +91,7 @@ def own_device(device: str | None) -> str | None:
     Raises:
         RequestError: there are fewer GPUs than processes.
     """
-    _, world, local = _environment()
+    _, world, local = launched()
     if world == 1 or not (device == "cuda" or (device is None and torch.cuda.is_available())):
         return device
     if local >= torch.cuda.device_count():
@@ -105,9 +100,3 @@ def own_device(device: str | None) -> str | None:
             "processes as there are GPUs, or give --device cpu"
         )
     return f"cuda:{local}"
-
-
-def _environment() -> tuple[int, int, int]:
-    """Rank, number of processes, and rank on this machine."""
-    rank = int(os.environ.get("RANK", "0"))
-    return rank, int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", rank))

@@ -1,7 +1,8 @@
 """Answers by the target itself: what a draft is trained on.
 
 Rows run in batches through the one decode loop. Every answer is appended to the output as soon as it
-ends; a run that was killed goes on where it stopped, repeating and losing nothing.
+ends; a run that was killed goes on where it stopped, repeating and losing nothing. A prompt that failed has
+no answer there, so it is tried again.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from dflash import jsontext
-from dflash.decode import Request, decode
-from dflash.errors import RequestError
+from dflash.decode import Request, check_prompts, decode
+from dflash.errors import NonFiniteScores, RequestError
 from dflash.generate import DraftLike, as_drafter, new_output
 from dflash.prompts import Conversation
 from dflash.protocols import Target
@@ -50,6 +51,10 @@ class Progress:
     tokens: int = 0
     failed: dict[str, int] = field(default_factory=dict)
 
+    def fail(self, reason: str) -> None:
+        """One more prompt that could not be answered."""
+        self.failed[reason] = self.failed.get(reason, 0) + 1
+
 
 def regenerate(
     target: Target,
@@ -62,12 +67,16 @@ def regenerate(
 ) -> Progress:
     """Answer every turn of every conversation, the answers so far fed back.
 
+    A prompt that cannot be answered (it does not fit, the target's scores are not numbers) fails alone: it is counted
+    with its reason, and so are the later turns of its conversation. Nothing of it is written, so a run that goes on
+    tries it again.
+
     One line of ``output`` an answer: ``id`` ("line.turn"), ``source``, ``messages`` (all that was asked, system
     message included), ``answer``, ``prompt_ids``, ``answer_ids`` (the stop id included), ``finish_reason``.
 
     Args:
         draft: any drafter may speed it up; the answers are the target's own.
-        report: called after every round of the loop.
+        report: called at the start and after every round of the loop.
 
     Raises:
         RequestError: ``output`` holds answers made with other settings or to other prompts, or is no file of answers.
@@ -77,11 +86,12 @@ def regenerate(
     _check_prompts(output, done, conversations, settings)
     _mend(output)
     progress = Progress(sum(len(c.turns) for c in conversations), len(done))
+    report(progress)
     with output.open("a", encoding="utf-8") as file:
         for turn in range(max(len(c.turns) for c in conversations)):
             open_turns = _open_turns(target, conversations, turn, done, settings, progress)
             for batch in _batches(open_turns, batch_size):
-                for record in _answer(target, draft, batch, settings, progress, report):
+                for record in _sound_answers(target, draft, batch, settings, progress, report):
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
                     file.flush()
                     os.fsync(file.fileno())
@@ -234,8 +244,9 @@ def _open_turns(
             ids = encode_prompt(target.tokenizer, messages, enable_thinking=settings.enable_thinking)
             if target.context_length is not None and len(ids) >= target.context_length:
                 raise RequestError("the prompt is longer than the target's context")
+            check_prompts(target, [ids])
         except RequestError as error:
-            progress.failed[str(error)] = progress.failed.get(str(error), 0) + 1
+            progress.fail(str(error))
             continue
         yield _Turn(name, conversation.source, messages, ids, 1000 * conversation.index + turn)
 
@@ -246,6 +257,29 @@ def _batches(turns: Iterator[_Turn], size: int) -> Iterator[list[_Turn]]:
         window.sort(key=lambda turn: len(turn.ids))
         for first in range(0, len(window), size):
             yield window[first : first + size]
+
+
+def _sound_answers(
+    target: Target,
+    draft: DraftLike,
+    batch: list[_Turn],
+    settings: Settings,
+    progress: Progress,
+    report: Callable[[Progress], None],
+) -> Iterator[dict[str, Any]]:
+    """The answers of a batch. One in which the target has no scores is halved until the prompt at fault is alone."""
+    ended = set()
+    try:
+        for record in _answer(target, draft, batch, settings, progress, report):
+            ended.add(record["id"])
+            yield record
+    except NonFiniteScores as error:
+        left = [turn for turn in batch if turn.id not in ended]
+        if len(left) == 1:
+            progress.fail(str(error))
+            return
+        for half in (left[: len(left) // 2], left[len(left) // 2 :]):
+            yield from _sound_answers(target, draft, half, settings, progress, report)
 
 
 def _answer(

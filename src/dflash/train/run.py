@@ -61,6 +61,7 @@ class Job:
         cache_limit: bytes it may take.
         licence: of the draft, for its card.
         command: as typed, for its card.
+        target_id: of the target on the hub, for its card; None where it lies in a local folder.
     """
 
     data: tuple[Path, ...]
@@ -77,6 +78,7 @@ class Job:
     save_every: int = 500
     licence: str | None = None
     command: str = ""
+    target_id: str | None = None
 
 
 def train(
@@ -191,6 +193,7 @@ def finish(
     """Write the draft, its card and its curves."""
     made = Made(
         target=target.name,
+        target_id=job.target_id,
         licence=job.licence,
         command=job.command,
         data=_counts(job.data, corpus),

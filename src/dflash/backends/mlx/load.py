@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, maybe_set_recommended_wired_limit
 from transformers import AutoTokenizer
 
-from dflash import jsontext
+from dflash import jsontext, packages
 from dflash.backends.mlx.architectures import cast, completed
 from dflash.backends.mlx.draft import DFlashDraftModel
 from dflash.backends.mlx.target import MlxTarget, default_device
@@ -247,13 +247,8 @@ def _folder(place: Place, dtype: str | mx.Dtype | None, revision: str | None, co
 
 def _unpacked(place: Place, dtype: str | mx.Dtype | None) -> Path:
     """A GGUF file is unpacked by transformers, which does it with PyTorch."""
-    try:
-        torch, gguf = importlib.import_module("torch"), importlib.import_module("dflash.backends.torch.gguf")
-    except ModuleNotFoundError as error:
-        raise RequestError(
-            f"{place.name} is a .gguf file, which is unpacked with {error.name}: "
-            "pip install 'dflash-decoding[torch]', or give the folder of an unpacked model"
-        ) from error
+    packages.need(("torch", "gguf"), f"to unpack the .gguf file of {place.name}")
+    torch, gguf = importlib.import_module("torch"), importlib.import_module("dflash.backends.torch.gguf")
     chosen = _dtype(dtype, mx.bfloat16)
     with _blaming(place.name, "GGUF file"):
         folder: Path = gguf.unpacked(

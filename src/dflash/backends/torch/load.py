@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from dflash import packages
 from dflash.backends.torch.attention import group_attention
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.gguf import unpacked
@@ -52,6 +53,8 @@ def load(
     if device.type == "cpu":
         _limit_threads()
     chosen = _dtype(dtype, device, "auto" if place.gguf is None else torch.bfloat16)
+    if place.gguf is not None:
+        packages.need(("gguf",), f"to unpack the .gguf file of {place.name}")
     with _blaming(place.name, "GGUF file"):
         source = None if place.gguf is None else unpacked(Path(place.source) / place.gguf, chosen)
     if source is None:

@@ -1,0 +1,35 @@
+"""What Ctrl-C must not cut in two."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def whole() -> Iterator[None]:
+    """A signal that ends the process is acted on when this is over.
+
+    In another thread than the main one nothing has to be done: signals interrupt the main thread only.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        waiting.append(number)
+
+    before = {one: signal.signal(one, note) for one in SIGNALS}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+    if waiting:
+        signal.raise_signal(waiting[0])
