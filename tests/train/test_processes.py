@@ -157,7 +157,7 @@ class Asked(Exception):
 
 
 def test_the_command_loads_on_the_processes_own_device(monkeypatch: Any, tmp_path: Path) -> None:
-    def load(wanted: Any) -> Any:
+    def load(wanted: Any, aloud: bool) -> Any:
         raise Asked(wanted.device)
 
     monkeypatch.setattr(command, "load_pair", load)
