@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -102,7 +103,8 @@ def test_a_real_process_reads_stdin_and_keeps_its_streams_apart(folder: Path) ->
     lines = done.stderr.decode().splitlines()
     assert "24 tokens (length)" in lines[0], "no progress bars, no advice, the figures first"
     kinds = set(expected(folder, "ngram").rounds)
-    assert len(lines) == 2 + len(kinds), "a line of figures, a heading, and a bar for each number that occurred"
+    assert re.fullmatch(r"\d+ threads? \(affinity \d+, quota (none|[\d.]+)\)", lines[1])
+    assert len(lines) == 3 + len(kinds), "figures, threads, a heading, and a bar for each number that occurred"
 
 
 def test_interrupted_it_ends_quietly(run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
