@@ -558,7 +558,6 @@ def small(name: str, **fields: Any) -> Any:
 
 
 HEADS = {"num_attention_heads": 4, "intermediate_size": 32}
-LLAMA4 = {**HEADS, "intermediate_size_mlp": 32, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}
 NOT_TARGETS: dict[str, tuple[Callable[[], Any], type[DFlashError], str]] = {
     "encoder and decoder": (
         lambda: small("T5ForConditionalGeneration", d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16),
@@ -566,16 +565,9 @@ NOT_TARGETS: dict[str, tuple[Callable[[], Any], type[DFlashError], str]] = {
     ),
     "encoder": (lambda: small("BertModel", **HEADS), CheckpointError, "saved as BertModel, loaded as BertLMHeadModel"),
     "encoder with a head": (lambda: small("BertLMHeadModel", **HEADS), UnsupportedTarget, "BertLMHeadModel"),
-    "chunked attention": (
-        lambda: small(
-            "Llama4ForCausalLM",
-            intermediate_size_mlp=32,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_local_experts=2,
-            **HEADS,
-        ),
-        *(UnsupportedTarget, r"Llama4ForCausalLM has layers of kind 'chunked_attention'"),
+    "compressed attention": (
+        lambda: small("DeepseekV4ForCausalLM", num_local_experts=4, moe_intermediate_size=16, **HEADS),
+        *(UnsupportedTarget, r"DeepseekV4ForCausalLM has layers of kind 'heavily_compressed_attention'"),
     ),
     "first Mamba": (
         lambda: small("MambaForCausalLM", state_size=4),

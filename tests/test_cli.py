@@ -104,7 +104,8 @@ def test_a_real_process_reads_stdin_and_keeps_its_streams_apart(folder: Path) ->
     lines = done.stderr.decode().splitlines()
     assert "24 tokens (length)" in lines[0], "no progress bars, no advice, the figures first"
     kinds = set(expected(folder, "ngram").rounds)
-    assert len(lines) == 2 + len(kinds), "a line of figures, a heading, and a bar for each number that occurred"
+    assert re.fullmatch(r"\d+ threads? \(affinity \d+, quota (none|[\d.]+)\)", lines[1])
+    assert len(lines) == 3 + len(kinds), "figures, threads, a heading, and a bar for each number that occurred"
 
 
 def test_blocks_of_one_token_are_plain_decoding(run: Callable[..., Any], folder: Path) -> None:

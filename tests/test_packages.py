@@ -107,8 +107,8 @@ def test_answers_are_made_on_mlx_without_torch(without: dict[str, Path], tmp_pat
     command = ["regenerate", "--backend", "mlx", "--model", "x/y", "--data", "org/set", "--output", tmp_path / "a"]
     said = last_line(without["torch"], "-m", "dflash", *command, code=2)
     assert said == (
-        "error: datasets is not installed, but needed to read org/set, which is no file, as the name of a data set: "
-        "pip install 'dflash-decoding[train]'"
+        "error: datasets is not installed, but needed to read org/set (not a file here, so taken for a data "
+        "set): pip install 'dflash-decoding[train]'"
     )
 
 

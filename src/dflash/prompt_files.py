@@ -77,7 +77,7 @@ def rows(data: str | Path, split: str = "train") -> Iterator[Row]:
         return _rows_of_file(file)
     if not _ON_THE_HUB.fullmatch(name) or _suffix(file) in _ENDINGS:
         raise RequestError(f"cannot read {name}: it does not exist")
-    return _numbered(hub_rows(f"{name}, which is no file here but may be a data set,", name, None, split))
+    return _numbered(hub_rows(f"{name} (not a file here, so taken for a data set)", name, None, split))
 
 
 def source_of(data: str | Path) -> str:
