@@ -193,6 +193,12 @@ def context_length(config: Any) -> int | None:
     return length
 
 
+def padding_id(config: Any) -> int | None:
+    """The token that fills up rows, where a text config names one."""
+    padding: int | None = getattr(config, "pad_token_id", None)
+    return padding
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What a new draft takes over from its target.

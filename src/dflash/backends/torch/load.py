@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dflash import packages
+from dflash.backends.torch.architectures import padding_id
 from dflash.backends.torch.attention import group_attention
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.gguf import unpacked
@@ -211,9 +212,9 @@ def _check_reading(target: TorchTarget) -> None:
 def _rollback_error(target: TorchTarget) -> float:
     """The largest relative error of scores: of two ragged rows read in chunks, and of a block behind a rejection."""
     text = [(i * 7919 + 13) % target.vocab_size for i in range(12)]
-    pad = getattr(target.anatomy.config, "pad_token_id", None)
-    if pad is not None and 0 <= pad < target.vocab_size:
-        text[4] = pad  # RoBERTa does not count it as a position, so positions would depend on what is drafted
+    padding = padding_id(target.anatomy.config)
+    if padding is not None and 0 <= padding < target.vocab_size:
+        text[4] = padding  # RoBERTa does not count it as a position, so positions would depend on what is drafted
     with torch.inference_mode():
         whole = target.model(torch.tensor([text], device=target.device)).logits.float()
 
