@@ -369,7 +369,7 @@ def test_default_model_is_the_gguf_of_its_package(tmp_path: Path, monkeypatch: p
 
 def test_hub_ids_are_told_from_paths() -> None:
     for name in ("z-lab/Qwen3-8B-DFlash-b16", "gpt2", "Qwen/Qwen3-0.6B"):
-        assert locate(name) == checkpoint.Place(name, name)
+        assert locate(name) == checkpoint.Place(name, name, hub=name)
 
 
 @pytest.fixture

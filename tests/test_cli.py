@@ -125,7 +125,8 @@ def test_interrupted_it_ends_on_a_line_of_its_own(run: Callable[..., Any], monke
     monkeypatch.setattr(generate_command, "stream_generate", interrupted)
     result = run("generate", "--prompt", "x")
     assert (result.exit_code, result.stdout) == (130, "half an ans\n")
-    first, last = result.stderr.splitlines()
+    first, threads, last = result.stderr.splitlines()
+    assert "affinity" in threads
     assert first == "5 prompt tokens at 50 tok/s, 1 tokens (interrupted) (n-grams)"
     assert last == "stopped: interrupted, this is the answer so far (1 tokens)"
 

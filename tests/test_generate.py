@@ -121,7 +121,10 @@ def test_a_block_of_one_is_plain_decoding_and_no_drafter_works(target: TorchTarg
             assert (got.proposed, got.acceptance_length) == (0, 1.0)
 
 
-def test_a_block_above_the_trained_one_warns_once(target: TorchTarget, draft: Any) -> None:
+def test_a_block_above_the_trained_one_warns_once(
+    target: TorchTarget, draft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash.generate._warned_blocks", set())  # another test may have been warned
     with pytest.warns(UserWarning, match="block_size 32 is above the 8"):
         first = dflash.generate(target, draft, None, TEXT, block_size=32, max_tokens=10)
     with warnings.catch_warnings():

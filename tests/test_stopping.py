@@ -28,6 +28,14 @@ from dflash.train.regenerate import read_answers
 LONG = ("--prompt", "abcabc and so on", "--max-new-tokens", 100_000, "--drafter", "none")
 
 
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """A job in the background of a shell is started with SIGINT ignored, and hands that on to what it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with room for very long answers."""

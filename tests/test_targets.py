@@ -205,9 +205,9 @@ def test_a_tap_outside_the_target_is_refused_with_the_valid_range() -> None:
         tiny.target("qwen3").start(1, (1, 4), 8, 64)
 
 
-def test_keeping_more_than_the_block_is_a_bug_of_ours() -> None:
+def test_keeping_more_than_the_block_forgets_the_block() -> None:
     session = tiny.target("qwen3").start(1, (), 8, 64)
     session.prefill([PROMPT], lambda tokens, features: None)
-    with pytest.raises(AssertionError, match="cannot keep"), session.verify([1], Proposal([[2, 3]], 2)) as ahead:
+    with pytest.raises(RequestError, match="keep takes"), session.verify([1], Proposal([[2, 3]], 2)) as ahead:
         ahead.keep([4])
     assert session.lengths == [5]
