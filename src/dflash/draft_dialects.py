@@ -54,6 +54,7 @@ _VALUES: Mapping[str, tuple[Any, ...]] = {
             *("attention_gate", "fc_norm", "mlp_bias", "norm_before_fc", "norm_before_residual"),
             *("attention_sink_bias", "add_swa_attention_sink_bias", "add_full_attention_sink_bias", "add_sink_token"),
             *("sample_from_anchor", "shift_label", "enable_confidence_head"),
+            *("rope_interleaved", "rope_traditional", "use_mrope"),
         ),
         (False, 0),
     ),
@@ -127,8 +128,6 @@ def _check_known(place: str, given: Mapping[str, Any], fields: Collection[str]) 
                     f"{name} = {reprlib.repr(value)} in {place} is of another kind of draft, which is not supported "
                     f"(a DFlash draft has {known}): use a draft without it"
                 )
-            continue
-        if value is False and place != _NESTED:  # a switch that is off; what is on unless it is off is listed
             continue
         raise ConfigError(
             f"{name} = {reprlib.repr(value)} in {place} is not known here, and could change what the draft computes: "

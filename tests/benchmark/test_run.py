@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fakesystem import FakeClock, FakeSystem
+from typer.testing import CliRunner
 
 from dflash.benchmark import datasets
 from dflash.benchmark.answers import Answer, Record
@@ -16,6 +17,7 @@ from dflash.benchmark.datasets import Dataset
 from dflash.benchmark.parallel import Share
 from dflash.benchmark.run import Journal, Run
 from dflash.benchmark.systems import Talk
+from dflash.cli.main import app
 from dflash.errors import RequestError
 
 SETTINGS = {"model": "m", "max_new_tokens": 4}
@@ -164,12 +166,20 @@ def test_a_process_takes_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "3")):
         monkeypatch.setenv(name, value)
     share = Share.of_environment()
-    assert share == Share(3, 4, 3)
+    assert share == Share(3, 4)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    own = [share.device(None, "torch"), share.device("cpu", "torch"), Share().device(None, "torch")]
-    assert own == ["cuda:1", "cpu", None]
-    assert share.device(None, "mlx") is None, "that is PyTorch's name for a GPU"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    asked: list[str | None] = []
+
+    def load(wanted: Any) -> Any:
+        asked.append(wanted.device)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dflash.cli.benchmark.load_pair", load)
+    for device in ("torch", "torch --device cuda", "torch --device cpu", "mlx"):
+        arguments = ["benchmark", "--prompt", "x", "--draft-model", "d", "--backend", *device.split()]
+        assert CliRunner().invoke(app, arguments).exit_code == 130
+    assert asked == ["cuda:3", "cuda:3", "cpu", None], "cuda is PyTorch's name for a GPU"
 
 
 # --- prompts ----------------------------------------------------------------------------------------

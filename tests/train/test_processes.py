@@ -22,10 +22,11 @@ from typer.testing import CliRunner
 import tiny
 from dflash.cli import train as command
 from dflash.cli.main import app
+from dflash.launcher import own_device
 from dflash.train import features, processes
 from dflash.train.features import Features
 from dflash.train.loop import Trainer
-from dflash.train.processes import Processes, own_device
+from dflash.train.processes import Processes
 from dflash.train.recipe import Recipe
 from dflash.train.run import Job, Shape, train
 
@@ -174,6 +175,7 @@ def test_the_command_loads_on_the_processes_own_device(monkeypatch: Any, tmp_pat
 def test_only_the_first_process_talks(rank: int, talks: bool, monkeypatch: Any, tmp_path: Path) -> None:
     class Loaded:
         target = tiny.target("qwen3")
+        threads = ""
 
     def trained(target: Any, job: Any, say: Any = lambda line: None, *meters: Any) -> None:
         say("learned")

@@ -16,6 +16,7 @@ from dflash.cli import console, options, stopping
 from dflash.cli.pair import Wanted, draft_options, load_pair
 from dflash.cli.progress import meter
 from dflash.errors import RequestError
+from dflash.launcher import own_device
 
 if TYPE_CHECKING:
     from dflash.benchmark.answers import Record
@@ -236,7 +237,7 @@ def benchmark(
     if backend == "openai":
         bench = _of_servers(base_url or [], model, asking, at_once, timeout, draft, wanted)
     else:
-        own = share.device(device, backend or default_backend())
+        own = own_device(device) if (backend or default_backend()) == "torch" else device
         pair = Wanted(
             model or DEFAULT_MODEL, draft, "dflash" if draft else "none", block_size, backend, dtype, own, revision,
             draft_revision, trust_remote_code, draft_sliding_window_size, draft_bits, draft_min_confidence,

@@ -12,7 +12,7 @@ from rich.text import Text
 from dflash.checkpoint import DEFAULT_MODEL
 from dflash.cli import console, figures, options, prompts
 from dflash.cli.accepted import Painter
-from dflash.cli.generate import INTERRUPTED, print_stream
+from dflash.cli.generate import CUT_SHORT, print_stream
 from dflash.cli.pair import Pair, Wanted, load_pair
 from dflash.generate import Generation, collect, stream_generate
 
@@ -85,7 +85,7 @@ def _play(scene: Scene, pair: Pair, out: Console) -> bool:
     painter = Painter(out)
     stream = stream_generate(pair.target, pair.drafter, tokenizer, asked, max_tokens=scene.max_tokens)
     drafted = print_stream(stream, tokenizer, painter)
-    if drafted is None or drafted.finish_reason == INTERRUPTED:
+    if drafted is None or drafted.finish_reason == CUT_SHORT:
         raise KeyboardInterrupt  # half a scene compares nothing
     with console.waiting("the same without a drafter"):
         plain = _plain(pair, scene.prompt, scene.max_tokens)

@@ -20,7 +20,7 @@ from dflash.text import StopScanner
 
 _SAMPLING = "Sampling"
 
-INTERRUPTED = "interrupted"
+CUT_SHORT = "interrupted"
 """Finish reason of an answer that Ctrl-C ended."""
 
 
@@ -138,7 +138,7 @@ def generate(
         answer = _show(stream, pair, show_accepted)
     if answer is None:
         raise stopping.stopped("interrupted before the first token")
-    if answer.finish_reason == INTERRUPTED:
+    if answer.finish_reason == CUT_SHORT:
         what = "the object holds" if as_json else "this is"
         raise stopping.stopped(f"interrupted, {what} the answer so far ({answer.generation_tokens} tokens)")
 
@@ -174,7 +174,7 @@ def gather(stream: Iterator[Response], show: Callable[[Response], None] = lambda
     """The whole answer, each response shown as it comes.
 
     Returns:
-        Interrupted, the answer so far, with finish reason ``INTERRUPTED``; None before the first token.
+        Interrupted, the answer so far, with finish reason ``CUT_SHORT``; None before the first token.
     """
     responses: list[Response] = []
     try:
@@ -184,7 +184,7 @@ def gather(stream: Iterator[Response], show: Callable[[Response], None] = lambda
     except KeyboardInterrupt:
         if not responses:
             return None
-        responses[-1] = replace(responses[-1], finish_reason=INTERRUPTED)
+        responses[-1] = replace(responses[-1], finish_reason=CUT_SHORT)
     return collect(iter(responses))
 
 

@@ -66,6 +66,8 @@ def regenerate(
     prompts = read_prompts(data, split)
     tell_skipped(prompts)
     pair = load_pair(wanted, aloud=True)
+    if pair.threads:
+        console.say("machine", pair.threads, "dim")
     sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
     settings = Settings(pair.target.name, pair.dtype, max_new_tokens, sampling, system, enable_thinking)
     began = time.monotonic()

@@ -13,7 +13,7 @@ from dflash.cli import console, options, stopping
 from dflash.cli.pair import Wanted, check_installed, load_pair
 from dflash.cli.progress import meter
 from dflash.errors import RequestError
-from dflash.launcher import is_first
+from dflash.launcher import is_first, own_device
 
 if TYPE_CHECKING:
     from dflash.train.evaluate import Acceptance
@@ -105,7 +105,6 @@ def train(
     wanted = Wanted(model, None, "none", None, "torch", dtype, device, revision, trust_remote_code=trust_remote_code)
     check_installed(wanted)
     with console.waiting("importing PyTorch", aloud=is_first()):
-        from dflash.train.processes import own_device
         from dflash.train.recipe import Recipe
         from dflash.train.run import Job, Shape
 
@@ -138,10 +137,13 @@ def _run(wanted: Wanted, job: Job) -> Acceptance | None:
     from dflash.backends.torch.target import TorchTarget
     from dflash.train.run import train as run
 
-    target = load_pair(wanted, aloud=is_first()).target
+    pair = load_pair(wanted, aloud=is_first())
+    target = pair.target
     assert isinstance(target, TorchTarget)
     if not is_first():  # what is told once is not told by every process
         return run(target, job)
+    if pair.threads:
+        console.say("machine", pair.threads, "dim")
     with meter("hidden states") as caching, meter("steps") as show:
 
         def report(progress: Progress) -> None:

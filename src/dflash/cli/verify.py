@@ -17,7 +17,7 @@ from dflash.cli import console, options, prompts, stopping
 from dflash.cli.pair import Pair, Wanted, load_pair
 from dflash.cli.prompts import BUILT_IN, Question
 from dflash.difference import ULPS, Difference, first_difference
-from dflash.errors import RequestError
+from dflash.errors import NonFiniteScores, RequestError
 from dflash.generate import Generation, collect, stream_generate
 from dflash.text import encode_prompt
 
@@ -25,8 +25,8 @@ FAILED = 1
 """Exit status when an answer is not the target's own."""
 
 EPILOG = (
-    "Exit status: 0 if all answers are the same, 1 if one is not, 2 for an error, 130 if it was interrupted: then the "
-    "prompts compared so far are shown.\n\n"
+    "Exit status: 0 if all answers are the same, 1 if one is not or could not be made, 2 for an error, 130 if it was "
+    "interrupted: then the prompts compared so far are shown.\n\n"
     "In float32 every difference counts. In bfloat16 and float16 a block and a single token are rounded differently, "
     "and where the target's best two scores are that close, either is its own choice: such a difference is a tie, and "
     f"fails only with --strict. Up to {ULPS} units in the last place of the best score are a tie (typically 0.5 in "
@@ -49,6 +49,14 @@ class Check:
         if self.difference is None:
             return "identical"
         return "tie" if self.difference.tie else "different"
+
+
+@dataclass(frozen=True)
+class Unanswered:
+    """One prompt that could not be answered, and why."""
+
+    question: Question
+    error: str
 
 
 def verify(
@@ -94,21 +102,31 @@ def verify(
         )
     questions = _questions(file, prompt or [], max_samples)
     pair = load_pair(wanted)
+    if enable_thinking is not None and not pair.target.tokenizer.chat_template:
+        prompts.refuse_chat_options("which this tokenizer does not have", None, enable_thinking)
     checks: list[Check] = []
+    unanswered: list[Unanswered] = []
     complete = True
     try:
         for number, question in enumerate(questions, start=1):
-            with console.waiting(f"prompt {number} of {len(questions)}"):
-                checks.append(_check(pair, question, max_new_tokens, enable_thinking))
+            try:
+                with console.waiting(f"prompt {number} of {len(questions)}"):
+                    checks.append(_check(pair, question, max_new_tokens, enable_thinking))
+            except (RequestError, NonFiniteScores) as error:  # the others are compared all the same
+                if len(questions) == 1:
+                    raise
+                unanswered.append(Unanswered(question, str(error)))
     except KeyboardInterrupt:
         complete = False
-    failed = any(c.verdict == "different" or (strict and c.verdict == "tie") for c in checks)
+    failed = bool(unanswered) or any(c.verdict == "different" or (strict and c.verdict == "tie") for c in checks)
     if as_json:
-        console.print_json(_record(checks, pair, failed, complete))
+        console.print_json(_record(checks, unanswered, pair, failed, complete))
     elif checks:
         _show(checks, pair)
+    for one in unanswered:
+        console.say("failed", f"{' '.join(one.question.text.split())[:60]!r}: {one.error}", "bold red")
     if not complete:
-        raise stopping.stopped(f"interrupted after {len(checks)} of {len(questions)} prompts")
+        raise stopping.stopped(f"interrupted after {len(checks) + len(unanswered)} of {len(questions)} prompts")
     raise typer.Exit(FAILED if failed else 0)
 
 
@@ -122,8 +140,6 @@ def _questions(file: Path | None, prompt: list[str], limit: int | None) -> list[
 
 def _check(pair: Pair, question: Question, max_new_tokens: int, enable_thinking: bool | None) -> Check:
     target = pair.target
-    if enable_thinking is not None and not target.tokenizer.chat_template:
-        prompts.refuse_chat_options("which this tokenizer does not have", None, enable_thinking)
     asked = prompts.as_asked(target.tokenizer, question)
     ids = encode_prompt(target.tokenizer, asked, enable_thinking=enable_thinking)
 
@@ -135,12 +151,15 @@ def _check(pair: Pair, question: Question, max_new_tokens: int, enable_thinking:
     return Check(question, plain, drafted, difference)
 
 
-def _record(checks: Sequence[Check], pair: Pair, failed: bool, complete: bool) -> dict[str, Any]:
+def _record(
+    checks: Sequence[Check], unanswered: Sequence[Unanswered], pair: Pair, failed: bool, complete: bool
+) -> dict[str, Any]:
     verdicts = [check.verdict for check in checks]
     return {
         "passed": complete and not failed,
         "complete": complete,
         **{verdict: verdicts.count(verdict) for verdict in ("identical", "tie", "different")},
+        "unanswered": [{"prompt": one.question.text, "error": one.error} for one in unanswered],
         "settings": pair.settings(),
         "prompts": [
             {

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from dflash.errors import RequestError
-from dflash.launcher import launched
-
-LONGEST_WAIT = datetime.timedelta(hours=12)
-"""How long a process waits for the others. They may be at work for long: the first one measures alone, and hidden
-states take one longer than another. Where a process ends with an error, torchrun ends the others at once."""
+from dflash.launcher import LONGEST_WAIT, launched
 
 
 @dataclass(frozen=True)
@@ -80,23 +75,3 @@ class Processes:
 
 ALONE = Processes()
 """The one process of most runs."""
-
-
-def own_device(device: str | None) -> str | None:
-    """The device that this process loads its target on: of several, each has a GPU of its own.
-
-    Args:
-        device: as asked for. "cuda", or None where there is CUDA, becomes this process's; another is taken as it is.
-
-    Raises:
-        RequestError: there are fewer GPUs than processes.
-    """
-    _, world, local = launched()
-    if world == 1 or not (device == "cuda" or (device is None and torch.cuda.is_available())):
-        return device
-    if local >= torch.cuda.device_count():
-        raise RequestError(
-            f"process {local} of this machine has no GPU of its own, of {torch.cuda.device_count()}: start as many "
-            "processes as there are GPUs, or give --device cpu"
-        )
-    return f"cuda:{local}"

@@ -35,6 +35,8 @@ def check_teacher(target: TorchTarget, ids: Sequence[int], rows: Tensor | None) 
     try:
         same = _same(target.logits(last[0]), own, share)
         same_rows = rows is None or _same(target.logits(last[0], part), own[..., rows], share)
+    except torch.OutOfMemoryError:
+        raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedTarget(
             f"{target.name}: its scores cannot be computed from its last hidden states "

@@ -247,7 +247,7 @@ def _folder(place: Place, dtype: str | mx.Dtype | None, revision: str | None, co
 
 def _unpacked(place: Place, dtype: str | mx.Dtype | None) -> Path:
     """A GGUF file is unpacked by transformers, which does it with PyTorch."""
-    packages.need(("torch", "gguf"), f"to unpack the .gguf file of {place.name}")
+    packages.need(("torch", *packages.GGUF), f"to unpack the .gguf file of {place.name}")
     torch, gguf = importlib.import_module("torch"), importlib.import_module("dflash.backends.torch.gguf")
     chosen = _dtype(dtype, mx.bfloat16)
     with _blaming(place.name, "GGUF file"):

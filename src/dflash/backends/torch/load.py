@@ -55,7 +55,7 @@ def load(
         _limit_threads()
     chosen = _dtype(dtype, device, "auto" if place.gguf is None else torch.bfloat16)
     if place.gguf is not None:
-        packages.need(("gguf",), f"to unpack the .gguf file of {place.name}")
+        packages.need(packages.GGUF, f"to unpack the .gguf file of {place.name}")
     with _blaming(place.name, "GGUF file"):
         source = None if place.gguf is None else unpacked(Path(place.source) / place.gguf, chosen)
     if source is None:

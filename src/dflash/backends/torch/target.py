@@ -53,7 +53,8 @@ class TorchTarget:
     backend = "torch"
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
-        """
+        """Whoever wraps a model of his own calls ``load.check_rollback`` on the result: it finds the way to read it.
+
         Raises:
             UnsupportedTarget: a layer kind whose cache cannot be rolled back.
         """
