@@ -208,10 +208,9 @@ def test_answers_that_leave_several_threads_are_all_different() -> None:
             home.submit(mx.random.seed, seed).result()
 
         def answer(home: ThreadPoolExecutor) -> list[int]:
-            make = lambda: model_mlx.stream_generate(  # noqa: E731
-                of, "ngram", None, PROMPTS[0], max_tokens=16, sampler=make_sampler(0.9, top_p=0.95)
-            )
-            return [token for response in home.submit(make).result() for token in response.tokens]
+            options: dict[str, Any] = {"max_tokens": 16, "sampler": make_sampler(0.9, top_p=0.95)}
+            stream = home.submit(model_mlx.stream_generate, of, "ngram", None, PROMPTS[0], **options).result()
+            return [token for response in stream for token in response.tokens]
 
         answers = [answer(home) for home in (one, another, one, another, one)]
     assert len({tuple(tokens) for tokens in answers}) == 5

@@ -139,11 +139,10 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
             IncompatibleDraft: it was made for another; see ``PublishedDraft``.
         """
         head, embedding = target.anatomy.head, target.anatomy.embedding
-        ids = self._target_ids()
         return self._record(
             target,
             target,
-            lambda: [] if ids is None else ids.tolist(),
+            lambda: [] if (ids := self._target_ids()) is None else ids.tolist(),
             lambda tensor, file: is_copy(tensor, file, cast("Tensor", (head if tensor == HEAD else embedding).weight)),
         )
 
