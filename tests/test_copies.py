@@ -181,6 +181,37 @@ def test_a_quantized_target_has_the_tables_it_was_quantized_from(tmp_path: Path,
             load(of, other).start(of, GREEDY, "match", 8)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_a_target_whose_weights_mlx_lm_multiplies_has_the_tables_as_published(
+    backend: str, tied: bool, dtype: str, tmp_path: Path
+) -> None:
+    """Falcon-H1's."""
+    if backend == "mlx":
+        pytest.importorskip("mlx_lm")
+    own = {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.25, "tie_word_embeddings": tied, "vocab_size": 272}
+    model = tiny.model("falcon-h1", **own)
+    model.save_pretrained(tmp_path / "target")
+    tiny.make_tokenizer().save_pretrained(tmp_path / "target")
+    of = dflash.load(tmp_path / "target", backend, dtype=dtype)
+    layers = {EMBEDDING: model.get_input_embeddings(), HEAD: model.get_output_embeddings()}
+    published = {name: layer.weight.detach().clone() for name, layer in layers.items()}
+    made = tiny.draft(TorchTarget(model, tiny.tokenizer(), "tiny"))
+
+    def draft(beside: dict[str, Tensor]) -> Any:
+        folder = tiny.save_draft(made, tmp_path / "draft")
+        file = folder / "model.safetensors"
+        save_file({**load_file(file), **beside}, file)
+        return load(of, folder)
+
+    draft(published).start(of, GREEDY, "match", 8)
+    for name in published:
+        for other in (published[name] * 3, published[name] * 0.25, published[name].flip(0).contiguous()):
+            with pytest.raises(IncompatibleDraft, match=name):
+                draft({**published, name: other}).start(of, GREEDY, "match", 8)
+
+
 # --- a vocabulary of its own --------------------------------------------------------------------------
 
 REDUCED = {"draft_vocab_size": 20}

@@ -200,6 +200,22 @@ def test_sliding_window_size_must_be_positive(bad: Any, tmp_path: Path) -> None:
         dflash.load_draft(folder, bad, backend="torch")
 
 
+@pytest.mark.parametrize("size", [numpy.int64(5), numpy.int32(5), numpy.uint8(5)], ids=repr)
+def test_sliding_window_size_may_be_numpys(size: Any, tmp_path: Path) -> None:
+    folder = tiny.save_draft(tiny.draft(target()), tmp_path)
+    loaded: Any = dflash.load_draft(folder, size, backend="torch")
+    assert loaded.sliding_window_size == 5 and type(loaded.sliding_window_size) is int
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_layer_without_limits_costs_no_mask_of_every_query(causal: bool) -> None:
+    """Of the usual layer, all positions of a block see the same: its mask is of the slots alone."""
+    drafting = at_work(tiny.draft(target()), features(23), [23])
+    mask = drafting._visible(drafting.context[0], 8, None, causal)
+    assert mask.shape == (1, 8, 31)
+    assert mask.untyped_storage().nbytes() == (8 * 31 if causal else 31)
+
+
 # --- where a block ends -----------------------------------------------------------------------------
 
 
@@ -371,5 +387,6 @@ def test_a_draft_that_overflows_is_reported_once_and_harms_nothing() -> None:
     made = tiny.draft(of)
     made.fc.weight.data[0] = math.inf
     with pytest.warns(UserWarning, match="not finite") as caught:
-        assert run(of, made, PROMPT, 20) == run(of, NoDrafter(), PROMPT, 20)
+        answers = [run(of, made, PROMPT, 20) for _ in range(2)]
+    assert answers == [run(of, NoDrafter(), PROMPT, 20)] * 2
     assert len(caught) == 1

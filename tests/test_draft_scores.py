@@ -64,8 +64,8 @@ def test_a_draft_is_fed_and_scored_alike_where_mlx_lm_multiplies_the_weights(tie
     theirs = dflash.load(tmp_path / "target", "mlx")
     tokens = [[3, 7, 40]]
     embedded = ours.model.get_input_embeddings().weight[torch.tensor(tokens)]
-    have = torch.tensor(theirs.anatomy.embed(mx.array(tokens)).tolist())
+    have = torch.tensor(theirs.anatomy.embedding.embed(mx.array(tokens)).tolist())
     torch.testing.assert_close(have, embedded.detach(), atol=1e-4, rtol=1e-4)
     hidden = torch.randn(1, 2, ours.hidden_size, generator=torch.Generator().manual_seed(2))
-    scored = torch.tensor(theirs.anatomy.head(mx.array(hidden.numpy())).tolist())
+    scored = torch.tensor(theirs.anatomy.projection.score(mx.array(hidden.numpy())).tolist())
     torch.testing.assert_close(scored, ours.anatomy.head(hidden).detach(), atol=1e-4, rtol=1e-4)

@@ -171,7 +171,7 @@ def test_a_sampler_of_mlx_lms_meets_only_what_counts_and_draws_again() -> None:
     import mlx.core as mx
     from mlx_lm.sample_utils import make_sampler
 
-    from dflash.backends.mlx.target import SamplerVerifier
+    from dflash.backends.mlx.sampler import SamplerVerifier
 
     scores = [[9.0 if token == own else 0.0 for token in range(5)] for own in OWN]
     for right in range(4):

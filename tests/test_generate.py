@@ -121,15 +121,18 @@ def test_a_block_of_one_is_plain_decoding_and_no_drafter_works(target: TorchTarg
             assert (got.proposed, got.acceptance_length) == (0, 1.0)
 
 
-def test_a_block_above_the_trained_one_warns_once(
-    target: TorchTarget, draft: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dflash.generate._warned_blocks", set())  # another test may have been warned
-    with pytest.warns(UserWarning, match="block_size 32 is above the 8"):
-        first = dflash.generate(target, draft, None, TEXT, block_size=32, max_tokens=10)
+@pytest.mark.parametrize("both", [False, True], ids=["alone", "with n-grams"])
+def test_a_block_above_the_trained_one_warns_once(target: TorchTarget, both: bool) -> None:
+    """Every draft, also where another of the same size was told of before."""
+    for _ in range(2):
+        draft = tiny.draft(target)
+        drafter = BothDrafters(draft) if both else draft
+        with pytest.warns(UserWarning, match="block_size 32 is above the 8 that draft DFlashDraftModel") as told:
+            first = dflash.generate(target, drafter, None, TEXT, block_size=32, max_tokens=10)
+        assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        again = dflash.generate(target, draft, None, TEXT, block_size=32, max_tokens=10)
+        again = dflash.generate(target, drafter, None, TEXT, block_size=32, max_tokens=10)
         smaller = dflash.generate(target, draft, None, TEXT, block_size=3, max_tokens=10)
         ngram = dflash.generate(target, "ngram", None, TEXT, block_size=32, max_tokens=10)
     assert first.tokens == again.tokens == smaller.tokens == ngram.tokens

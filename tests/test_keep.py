@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tiny
@@ -39,7 +40,7 @@ def next_scores(session: Any) -> list[Any]:
     return scores
 
 
-@pytest.mark.parametrize("counts", [[4, 1], [1, -1], [1], [1, 1.0]], ids=str)
+@pytest.mark.parametrize("counts", [[4, 1], [1, -1], [1], [1, 1.0], [True, 1]], ids=str)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3-next"])
 @pytest.mark.parametrize("backend", ["torch", "mlx"])
 def test_numbers_that_the_block_does_not_have(backend: str, architecture: str, counts: list[Any]) -> None:
@@ -64,6 +65,17 @@ def test_a_round_is_kept_once(backend: str, architecture: str) -> None:
         with pytest.raises(RequestError, match="kept already"):
             ahead.keep([1, 1])
     assert list(session.lengths) == [7, 3]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3-next"])
+@pytest.mark.parametrize("backend", ["torch", "mlx"])
+def test_numpys_whole_numbers_count_too(backend: str, architecture: str) -> None:
+    session = target_of(backend, architecture).start(2, (0,), 8, 64)
+    session.prefill(PROMPTS, ignore)
+    with session.verify([1, 2], Proposal([[3, 4], [5, 6]], 2)) as ahead:
+        kept = ahead.keep(list(np.array([2, 1])))
+    assert list(session.lengths) == [7, 3]
+    assert {type(count) for count in [*kept.counts, *session.lengths]} == {int}
 
 
 @pytest.mark.parametrize("backend", ["torch", "mlx"])

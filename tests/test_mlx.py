@@ -45,7 +45,7 @@ from dflash.decode import Request, decode  # noqa: E402
 from dflash.drafters import NoDrafter  # noqa: E402
 from dflash.errors import IncompatibleDraft, NonFiniteScores, RequestError, UnsupportedTarget  # noqa: E402
 from dflash.limits import Output  # noqa: E402
-from dflash.protocols import Features, Proposal  # noqa: E402
+from dflash.protocols import Features, Proposal, Verdict  # noqa: E402
 from dflash.sampling import SamplingParams  # noqa: E402
 from dflash.text import encode_prompt  # noqa: E402
 
@@ -353,7 +353,7 @@ def test_weights_are_wired_where_the_machine_says_how_much(folder: Path, monkeyp
     assert asked == [True]
 
 
-def test_thedefault_backend_is_mlx_on_apple_silicon_only(monkeypatch: Any) -> None:
+def test_the_default_backend_is_mlx_on_apple_silicon_only(monkeypatch: Any) -> None:
     machines = (("darwin", "arm64", "mlx"), ("darwin", "x86_64", "torch"), ("linux", "arm64", "torch"))
     for system, machine, want in machines:
         monkeypatch.setattr(sys, "platform", system)
@@ -531,6 +531,19 @@ def test_nan_scores_and_bans_of_everything_are_told() -> None:
     banned = SamplingParams(logit_bias={i: float("-inf") for i in range(5)})
     with pytest.raises(RequestError, match="bans every token"):
         verify.MlxVerifier([banned], [[1]], "match", 5)(Proposal([], 0), mx.zeros((1, 1, 5)))
+
+
+def test_a_greedy_round_reads_the_scores_twice(tmp_path: Path, monkeypatch: Any) -> None:
+    """For the greatest, and for NaN. That of a vocabulary is most of what a verifier costs."""
+    computed: list[Any] = []
+    monkeypatch.setattr(verify, "read_verdict", lambda *arrays: computed.extend(arrays) or Verdict([[0]], [0]))
+    scores = mx.random.normal((1, 4, 64))
+    mx.eval(scores)
+    verify.MlxVerifier(GREEDY, [[1]], "match", 64)(Proposal([[1, 2, 3]], 3), scores)
+    mx.export_to_dot(str(tmp_path / "graph.dot"), *computed)
+    graph = (tmp_path / "graph.dot").read_text()
+    reductions = [graph.count(f'"{kind}"') for kind in ("ArgReduce", "Or", "Max", "Min", "And", "LogSumExp")]
+    assert reductions == [1, 1, 0, 0, 0, 0]
 
 
 def test_a_draft_that_computes_nan_is_told_of_once(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -191,3 +192,25 @@ def test_a_sampler_of_mlx_lms_takes_its_random_state_along() -> None:
     third = answer()
     before, after = in_a_thread(beside)
     assert before == after
+
+
+@pytest.mark.skipif(not MLX, reason="mlx is not installed")
+def test_answers_that_leave_several_threads_are_all_different() -> None:
+    """Made in turn by two threads, each of which has a random state that nothing moves on; stepped by a third."""
+    import mlx.core as mx
+    from mlx_lm.sample_utils import make_sampler
+
+    from dflash import model_mlx
+
+    of = target("mlx", "qwen3")
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another:
+        for home, seed in ((one, 71), (another, 72)):
+            home.submit(mx.random.seed, seed).result()
+
+        def answer(home: ThreadPoolExecutor) -> list[int]:
+            options: dict[str, Any] = {"max_tokens": 16, "sampler": make_sampler(0.9, top_p=0.95)}
+            stream = home.submit(model_mlx.stream_generate, of, "ngram", None, PROMPTS[0], **options).result()
+            return [token for response in stream for token in response.tokens]
+
+        answers = [answer(home) for home in (one, another, one, another, one)]
+    assert len({tuple(tokens) for tokens in answers}) == 5

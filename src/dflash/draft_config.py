@@ -11,6 +11,7 @@ from typing import Any
 
 from dflash import jsontext
 from dflash.errors import ConfigError, RequestError
+from dflash.sampling import is_whole
 
 ARCHITECTURE = "DFlashDraftModel"
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -279,14 +280,17 @@ class DFlashConfig:
         }
 
 
-def check_window(size: object) -> None:
-    """The user's bound on how many committed positions a draft looks back on.
+def check_window(size: object) -> int | None:
+    """The user's bound on how many committed positions a draft looks back on, as Python's own number.
 
     Raises:
         RequestError: it is neither None nor positive.
     """
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+    if size is None:
+        return None
+    if not is_whole(size) or size < 1:
         raise RequestError(f"sliding_window_size must be a positive whole number or None (no window), not {size!r}")
+    return int(size)
 
 
 FLOAT32_CPU_CONFIDENCE = 0.1

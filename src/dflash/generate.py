@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dflash.backends.draft import PublishedDraft
 from dflash.decode import PREFILL_CHUNK, Emission, Request, decode
-from dflash.drafters import NGramDrafter, NoDrafter
+from dflash.drafters import BothDrafters, NGramDrafter, NoDrafter
 from dflash.errors import RequestError
 from dflash.limits import Output
 from dflash.protocols import Drafter, Target
@@ -242,11 +242,8 @@ def as_drafter(draft: DraftLike) -> Drafter:
     return draft
 
 
-_warned_blocks: set[tuple[int, int]] = set()
-
-
 def choose_block(drafter: Drafter, block_size: int | None) -> int:
-    """The block size in force. Above the trained one works, with fewer drafts accepted: it warns once.
+    """The block size in force. Above the trained one works, with fewer drafts accepted: a draft says so once.
 
     Raises:
         RequestError: not a whole number of at least 1.
@@ -261,13 +258,12 @@ def choose_block(drafter: Drafter, block_size: int | None) -> int:
     if drafter.block_size == 1:
         return 1
     block_size = int(block_size)
-    pair = (drafter.block_size, block_size)
-    if block_size > drafter.block_size and drafter.taps and pair not in _warned_blocks:
-        _warned_blocks.add(pair)
-        warnings.warn(
-            f"block_size {block_size} is above the {drafter.block_size} this draft was trained for: "
-            "its later guesses will seldom be right",
-            stacklevel=4,
+    draft = drafter.draft if isinstance(drafter, BothDrafters) else drafter
+    if isinstance(draft, PublishedDraft) and block_size > draft.block_size:
+        draft.say_once(
+            f"block_size {block_size}",
+            f"block_size {block_size} is above the {draft.block_size} that draft {draft.name} was trained for: its "
+            "later guesses will seldom be right",
         )
     return block_size
 

@@ -6,6 +6,15 @@ import json
 from typing import Any
 
 
+def is_json(text: str | bytes) -> bool:
+    """Whether ``parse`` can read it."""
+    try:
+        parse(text)
+    except ValueError:
+        return False
+    return True
+
+
 def parse(text: str | bytes) -> Any:
     """The value of a JSON text. The caller says where the text stands.
 

@@ -186,7 +186,7 @@ def _json_or_lines(file: Path, text: str) -> Iterator[Row]:
     """
     lines = [(index, line) for index, line in enumerate(text.split("\n")) if line.strip()]
     suffix, first = _suffix(file), lines[0][1]
-    if first.lstrip()[0] in "[{" and not _is_object(first) and (len(lines) == 1 or not _is_json(first)):
+    if first.lstrip()[0] in "[{" and not _is_object(first) and (len(lines) == 1 or not jsontext.is_json(first)):
         whole = _whole(text, suffix)
         if whole is not None:
             return _numbered(iter(whole))
@@ -220,14 +220,6 @@ def _json_row(index: int, line: str) -> Row:
         return Row(index, where, jsontext.parse(line))
     except ValueError:
         return Row(index, where, None, "not JSON")
-
-
-def _is_json(line: str) -> bool:
-    try:
-        jsontext.parse(line)
-    except ValueError:
-        return False
-    return True
 
 
 def _is_object(line: str) -> bool:

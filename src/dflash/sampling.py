@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeGuard
 
 from dflash.errors import RequestError
 
@@ -74,7 +74,7 @@ class SamplingParams:
         return self.greedy and self.repetition_penalty == 1.0 and not self.logit_bias
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether it is a whole number, Python's own or numpy's."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 

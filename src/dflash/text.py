@@ -6,10 +6,10 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from dflash.errors import RequestError
+from dflash.sampling import is_whole
 
 REPLACEMENT = "\ufffd"
 """What a decoder prints for bytes that are no (complete) UTF-8 character."""
@@ -60,13 +60,9 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, *, enable_thinking: bool | Non
         raise RequestError("the prompt is empty: give text, token ids or chat messages")
     if all(isinstance(item, Mapping) for item in items):
         return _encode_messages(tokenizer, items, enable_thinking)
-    if all(_is_id(item) for item in items):
+    if all(is_whole(item) for item in items):
         return [int(item) for item in items]
     raise RequestError(_WHAT_A_PROMPT_IS)
-
-
-def _is_id(item: Any) -> bool:
-    return isinstance(item, Integral) and not isinstance(item, bool)
 
 
 _WHAT_A_PROMPT_IS = "the prompt must be one string, one list of token ids, or one list of chat messages"
@@ -133,7 +129,7 @@ def _encode_messages(tokenizer: Any, messages: Sequence[Message], enable_thinkin
         ids = _items(encoded)
     except RequestError as error:
         raise RequestError(f"the chat template gives no token ids, but {type(encoded).__name__}") from error
-    if not ids or not all(_is_id(token) for token in ids):
+    if not ids or not all(is_whole(token) for token in ids):
         raise RequestError("the chat template gives no token ids for these messages")
     return [int(token) for token in ids]
 

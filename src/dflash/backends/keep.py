@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dflash.errors import RequestError
+from dflash.sampling import is_whole
 
 
-def check_counts(counts: Sequence[int], rows: int, width: int) -> None:
-    """Whether each row can keep so many positions of a block.
+def checked_counts(counts: Sequence[int], rows: int, width: int) -> list[int]:
+    """How many positions of a block each row keeps, as Python's own numbers.
 
     Raises:
         RequestError: a row too few or too many, or a number of positions that the block does not have.
     """
-    if len(counts) != rows or not all(isinstance(count, int) and 0 <= count <= width for count in counts):
+    if len(counts) != rows or not all(is_whole(count) and 0 <= count <= width for count in counts):
         raise RequestError(
             f"keep takes the number of positions to keep of each of the {rows} rows, from 0 to {width} as there are in "
             f"the block, not {list(counts)}"
         )
+    return [int(count) for count in counts]
 
 
 def check_first(kept: bool) -> None:

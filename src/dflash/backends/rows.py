@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from dflash.backends.keep import check_counts
+from dflash.backends.keep import checked_counts
 from dflash.protocols import Array, Features, Proposal, Round, Session
 
 Join = Callable[[list[Array]], Array]
@@ -85,7 +85,7 @@ class AheadRowByRow:
 
     def keep(self, counts: list[int]) -> Features:
         """See ``protocols.Round``."""
-        check_counts(counts, len(self.rounds), self.scores.shape[1])  # before the first row is kept
+        counts = checked_counts(counts, len(self.rounds), self.scores.shape[1])  # before the first row is kept
         kept = [one.keep([count]) for one, count in zip(self.rounds, counts, strict=True)]
         values = [features.values for features in kept if features.values is not None]
         return Features(self.join(values) if values else None, counts)

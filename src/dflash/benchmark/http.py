@@ -7,14 +7,13 @@ not over in time, is an answer that failed; nothing here waits longer than the t
 from __future__ import annotations
 
 import asyncio
-import json
 import queue
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dflash import packages
+from dflash import jsontext, packages
 from dflash.benchmark import counters, reading
 from dflash.benchmark.answers import Answer, Counted, digest, failed
 from dflash.benchmark.clock import Clock, wall
@@ -276,8 +275,8 @@ class Server:
                 if data.strip() == "[DONE]":
                     continue
                 try:
-                    event = json.loads(data)
-                except (ValueError, RecursionError) as error:
+                    event = jsontext.parse(data)
+                except ValueError as error:
                     raise BadAnswer(f"an event of the stream is not JSON: {data[:80]!r}") from error
                 stream.take(event, self._clock() - began)
         stream.end()
@@ -312,10 +311,10 @@ class Server:
         address = f"{self._base}/models"
         try:
             text = asyncio.run(asyncio.wait_for(self._page_alone(address), COUNTERS_TIMEOUT))
-            return joined(str(json.loads(text)["data"][0]["id"]))
+            return joined(str(jsontext.parse(text)["data"][0]["id"]))
         except TimeoutError as error:
             raise RequestError(f"{address} names no model in {COUNTERS_TIMEOUT:g} seconds: give --model") from error
-        except (_httpx().HTTPError, ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
+        except (_httpx().HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
             raise RequestError(f"{address} does not name a model ({error}): give --model") from error
 
     def counters(self) -> Counted | None:
@@ -334,9 +333,9 @@ class Server:
                     counted = (
                         counters.from_metrics(text)
                         if page == "/metrics"
-                        else counters.from_server_info(json.loads(text))
+                        else counters.from_server_info(jsontext.parse(text))
                     )
-                except (_httpx().HTTPError, ValueError, RecursionError):  # no such page, or something else there
+                except (_httpx().HTTPError, ValueError):  # no such page, or something else there
                     continue
                 if counted is not None:
                     return counted

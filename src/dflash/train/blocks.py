@@ -115,5 +115,5 @@ def visible(anchors: Tensor, before: Tensor, block_size: int, window: int | None
     block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(block_size)
     own = (block[:, None] == block[None]).expand(len(anchors), -1, -1)
     query = position[:, :, None]
-    sight = [in_sight(query, key[:, None], window, causal) for key in (before, position)]
-    return torch.cat([context & sight[0], own & sight[1]], dim=-1)
+    sides = ((context, before), (own, position))
+    return torch.cat([in_sight(seen, query, key[:, None], window, causal) for seen, key in sides], dim=-1)

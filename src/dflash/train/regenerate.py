@@ -110,7 +110,7 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
     # Not splitlines: text may hold other separators (U+2028, U+0085), which JSON leaves as they are.
     *lines, last = path.read_bytes().split(b"\n")
     records = [_answer_of(f"{path}, line {number}", line) for number, line in enumerate(lines, 1)]
-    if _is_json(last):
+    if jsontext.is_json(last):
         records.append(_answer_of(f"{path}, line {len(lines) + 1}", last))
     return records
 
@@ -131,14 +131,6 @@ def _answer_of(where: str, line: bytes) -> dict[str, Any]:
     return record
 
 
-def _is_json(line: bytes) -> bool:
-    try:
-        jsontext.parse(line)
-    except ValueError:
-        return False
-    return True
-
-
 def _mend(path: Path) -> None:
     """Make the file end with a whole line: finish the last one, or cut off what a kill left of it.
 
@@ -150,7 +142,7 @@ def _mend(path: Path) -> None:
     if not last:
         return
     with path.open("r+b") as file:
-        if _is_json(last):
+        if jsontext.is_json(last):
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
         else:

@@ -6,7 +6,7 @@ To add an architecture see CONTRIBUTING.md: recurrent modules need a row in ``MI
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,31 @@ multiplied. Drafts are made for the weights as they are published, so it is undo
 
 
 @dataclass(frozen=True, eq=False)
+class Table:
+    """An embedding, or a head, as it was published.
+
+    Attributes:
+        module: of the model: an embedding, which may also score, or a linear layer.
+        factor: by which mlx-lm multiplied its weight as it loaded it.
+    """
+
+    module: Any
+    factor: float = 1.0
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Rows [rows, T, hidden] of token ids."""
+        return self._undone(self.module(tokens))
+
+    def score(self, hidden: mx.array) -> mx.array:
+        """[rows, T, vocab] of hidden states."""
+        tied = isinstance(self.module, (nn.Embedding, nn.QuantizedEmbedding))
+        return self._undone(self.module.as_linear(hidden) if tied else self.module(hidden))
+
+    def _undone(self, multiplied: mx.array) -> mx.array:
+        return multiplied if self.factor == 1.0 else multiplied / self.factor
+
+
+@dataclass(frozen=True, eq=False)
 class Anatomy:
     """Where the parts of a model are.
 
@@ -59,8 +84,9 @@ class Anatomy:
         trunk: names that lead to the list of decoder layers, in the module that holds them.
         layers: the decoder layers, in order; their outputs are what taps read.
         mixers: layer index -> names that lead from the layer to its recurrent module.
-        embed: token ids [rows, T] -> raw rows of the input embedding.
-        head: hidden states -> scores, as a bare projection: what a target does to its scores afterwards is its own.
+        embedding: of the input, raw.
+        projection: hidden states -> scores, bare: what a target does to its scores afterwards is its own. The
+            embedding, where they are tied.
         vocab_size, hidden_size: of the embedding.
         dtype: what the embedding gives.
         caches: one of mlx-lm's own caches for each that the model wants; only their kinds are read.
@@ -70,8 +96,8 @@ class Anatomy:
     trunk: tuple[str, ...]
     layers: list[nn.Module]
     mixers: dict[int, tuple[str, ...]]
-    embed: Callable[[mx.array], mx.array]
-    head: Callable[[mx.array], mx.array]
+    embedding: Table
+    projection: Table
     vocab_size: int
     hidden_size: int
     dtype: mx.Dtype
@@ -131,7 +157,7 @@ def dissect(model: nn.Module) -> Anatomy:
     sample = embedding(mx.zeros((1, 1), mx.int32))
     owners = [_follow(model, trunk[:depth]) for depth in range(len(trunk))]
     heads = [owner["lm_head"] for owner in owners if "lm_head" in owner]
-    embed, head = _as_published(model, embedding, heads[0] if heads else None)
+    own, projection = _as_published(model, embedding, heads[0] if heads else None)
     caches = make_prompt_cache(model)
     _check_caches(name, caches)
     return Anatomy(
@@ -139,8 +165,8 @@ def dissect(model: nn.Module) -> Anatomy:
         trunk=trunk,
         layers=layers,
         mixers=_mixers(name, layers, caches),
-        embed=embed,
-        head=head,
+        embedding=own,
+        projection=projection,
         vocab_size=embedding.scales.shape[0] if "scales" in embedding else embedding.weight.shape[0],
         hidden_size=sample.shape[-1],
         dtype=sample.dtype,
@@ -148,17 +174,12 @@ def dissect(model: nn.Module) -> Anatomy:
     )
 
 
-def _as_published(
-    model: nn.Module, embedding: Any, head: Any | None
-) -> tuple[Callable[[mx.array], mx.array], Callable[[mx.array], mx.array]]:
-    """The embedding's rows and the head's projection as they are published; a head of None is the embedding's."""
-    project = embedding.as_linear if head is None else head
+def _as_published(model: nn.Module, embedding: Any, head: Any | None) -> tuple[Table, Table]:
+    """The embedding and the head; a head of None is the embedding."""
     names = FOLDED.get(class_name(model))
-    if names is None:
-        return embedding, project
-    of_embedding, of_head = (getattr(model.args, name) for name in names)
-    of_project = of_embedding if head is None else of_head
-    return lambda tokens: embedding(tokens) / of_embedding, lambda hidden: project(hidden) / of_project
+    of_embedding, of_head = (1.0, 1.0) if names is None else (getattr(model.args, name) for name in names)
+    table = Table(embedding, of_embedding)
+    return table, table if head is None else Table(head, of_head)
 
 
 def class_name(module: nn.Module) -> str:

@@ -23,7 +23,6 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from dflash.backends.keep import check_counts
 from dflash.errors import UnsupportedTarget
 
 GROWTH = 256
@@ -279,7 +278,6 @@ class RollbackCache:
 
     def keep(self, counts: list[int], width: int) -> None:
         """After a block of ``width``: each row keeps its first ``counts[r]`` positions."""
-        check_counts(counts, len(self.rows.lengths), width)
         for layer in self.recurrent:
             layer.keep(counts[0], width)
         self.rows.advance(counts)

@@ -7,6 +7,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from dflash.backends.mlx.architectures import Table
+
 ROWS = 4096
 """Compared at a time."""
 PRECISION = {mx.float32: 2**-23, mx.float16: 2**-10, mx.bfloat16: 2**-7}
@@ -14,22 +16,22 @@ QUANTIZED = 0.5
 """Relative error of a table that is quantized below another: 4 bits make 0.1, two unrelated tables are 1.4 apart."""
 
 
-def is_copy(name: str, file: Path, own: Any) -> bool:
-    """Whether a table [tokens, hidden] of a file has the values of the target's ``own`` embedding or linear layer.
+def is_copy(name: str, file: Path, table: Table) -> bool:
+    """Whether a tensor [tokens, hidden] of a file has the values of the target's embedding or head, as published.
 
     They are equal where the coarser of the two dtypes cannot tell them apart: one was cast from the other. Of a
     quantized target as much is asked as its quantization keeps. Rows that only one of them has are padding.
     """
-    stored: Any = mx.load(str(file))
-    table = stored[name]
-    if table.dtype not in PRECISION:
+    files: Any = mx.load(str(file))
+    stored, own = files[name], table.module
+    if stored.dtype not in PRECISION:
         return False
-    rows = min(table.shape[0], (own.scales if "scales" in own else own.weight).shape[0])
+    rows = min(stored.shape[0], (own.scales if "scales" in own else own.weight).shape[0])
     error = length = 0.0
     for start in range(0, rows, ROWS):
-        theirs, mine = table[start : min(start + ROWS, rows)], _rows(own, start, min(start + ROWS, rows))
+        theirs, mine = stored[start : min(start + ROWS, rows)], _rows(own, start, min(start + ROWS, rows))
         apart = max(PRECISION[theirs.dtype], PRECISION[mine.dtype])
-        theirs, mine = theirs.astype(mx.float32), mine.astype(mx.float32)
+        theirs, mine = theirs.astype(mx.float32), mine.astype(mx.float32) / table.factor
         if "scales" in own:
             error += float((theirs - mine).square().sum().item())
             length += float(theirs.square().sum().item())

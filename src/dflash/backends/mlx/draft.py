@@ -6,8 +6,6 @@ The same architecture, tensor names and numbers as ``backends/torch/draft.py``, 
 from __future__ import annotations
 
 import math
-import warnings
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +22,7 @@ from dflash.backends.mlx.rotary import Rotary
 from dflash.backends.mlx.target import MlxTarget
 from dflash.backends.mlx.verify import Noise, Processors, draw, noise_of
 from dflash.checkpoint import HEAD
-from dflash.draft_config import DFlashConfig, check_window
+from dflash.draft_config import DFlashConfig
 from dflash.errors import IncompatibleDraft, RequestError
 from dflash.protocols import NOTHING, Features, Proposal, Target
 from dflash.sampling import SamplingParams
@@ -115,13 +113,7 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         Raises:
             RequestError: ``sliding_window_size`` is not positive.
         """
-        super().__init__()
-        check_window(sliding_window_size)
-        self.config = config
-        self.path = path
-        self.sliding_window_size = sliding_window_size
-        self.min_confidence = 0.0
-        self.copies = ()
+        super().__init__(config, path, sliding_window_size)
         self.dtype = dtype
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -131,8 +123,6 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         own = config.draft_vocab_size
         self.lm_head = None if own is None else nn.Linear(config.hidden_size, own, bias=False)
         self._target_ids = None
-        self.once = Warnings(self)
-        self._records: weakref.WeakKeyDictionary[Anatomy, Record] = weakref.WeakKeyDictionary()
 
     def start(self, target: Target, sampling: Sequence[SamplingParams], verification: str, step: int) -> DFlashDrafting:
         """See ``protocols.Drafter``."""
@@ -140,27 +130,22 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
             raise IncompatibleDraft(
                 f"draft {self.name} was loaded for MLX, target {target.name} for another backend: load both alike"
             )
-        self.check_fit(target)
-        record = self._records[target.anatomy]
+        record = self.check_fit(target)
         return DFlashDrafting(self, target, sampling, verification == "rejection", step, record)
 
-    def check_fit(self, target: MlxTarget) -> None:
-        """Whether it was made for a target; of each target this is asked once.
+    def check_fit(self, target: MlxTarget) -> Record:
+        """How it fares with a target that it was made for.
 
         Raises:
-            IncompatibleDraft: see ``compat.check_fit``; or it comes with an embedding or a head of another target.
+            IncompatibleDraft: it was made for another; see ``PublishedDraft``.
         """
-        anatomy = target.anatomy
-        if anatomy in self._records:
-            return
-        head = anatomy.head if isinstance(anatomy.head, nn.Module) else anatomy.embed  # a tied head is a method of it
-        ids = self._target_ids
-        self._check_fit(
+        anatomy, ids = target.anatomy, self._target_ids
+        return self._record(
             target,
-            0 if ids is None else max(cast("list[int]", ids.tolist())),
-            lambda tensor, file: is_copy(tensor, file, head if tensor == HEAD else anatomy.embed),
+            anatomy,  # copies of a target share it
+            lambda: [] if ids is None else cast("list[int]", ids.tolist()),
+            lambda tensor, file: is_copy(tensor, file, anatomy.projection if tensor == HEAD else anatomy.embedding),
         )
-        self._records[anatomy] = Record(self.name, target.name)
 
     def name_tokens(self, offsets: np.ndarray) -> None:
         """Of a draft with a reduced vocabulary [draft_vocab_size]: its token i is the target's i + offset."""
@@ -188,7 +173,7 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         A draft with a reduced vocabulary has a head of its own: [rows, T, draft_vocab_size].
         """
         x = self.norm(x) * self.config.output_multiplier
-        scores = anatomy.head(x.astype(anatomy.dtype)) if self.lm_head is None else self.lm_head(x)
+        scores = anatomy.projection.score(x.astype(anatomy.dtype)) if self.lm_head is None else self.lm_head(x)
         cap = self.config.final_logit_softcapping
         return scores if cap is None else mx.tanh(scores / cap) * cap
 
@@ -219,7 +204,7 @@ class DFlashDrafting:
     def extend(self, tokens: list[list[int]], features: Features) -> None:
         """Absorb the features of newly committed positions; they are not needed afterwards."""
         if self._finite is not None:
-            self.draft.once.if_not(self._finite)
+            self.draft.say_if_not(bool(self._finite.item()), str(self.draft.dtype).rpartition(".")[2])
         if features.values is None:
             raise RequestError(f"draft {self.draft.name} was handed no hidden states: start the session with its taps")
         if self._proposed:
@@ -236,7 +221,7 @@ class DFlashDrafting:
         """One pass over the block. See ``protocols.Drafting``."""
         if room == 0:
             return NOTHING
-        self.draft.once.if_beyond(max(self.rows.lengths))
+        self.draft.say_if_beyond(max(self.rows.lengths))
         self._proposed = True
         scores = self.block_scores(pending, room)
         proposal, self._finite = self._choose(scores[:, : self._promising(scores)])
@@ -250,7 +235,7 @@ class DFlashDrafting:
         block = mx.concatenate(
             [mx.array(pending)[:, None], mx.full((len(pending), room), draft.config.mask_token_id, mx.int32)], axis=1
         )
-        x = anatomy.embed(block).astype(draft.dtype) * draft.config.input_embedding_scale
+        x = anatomy.embedding.embed(block).astype(draft.dtype) * draft.config.input_embedding_scale
         masks = {kind: self._mask(kv, room + 1, *kind) for kind, kv in zip(draft.windows(), self.context, strict=True)}
         for layer, kv, kind in zip(draft.layers, self.context, draft.windows(), strict=True):
             x = layer(x, draft.rotary, kv, masks[kind])
@@ -273,7 +258,7 @@ class DFlashDrafting:
         key = kv.slot_positions(width)[:, None]
         query = self.rows.positions(width)[:, :, None]
         start = self.rows.starts()[:, :, None]
-        seen = (key >= 0) & (key < start + width) & in_sight(query, key, window, causal)
+        seen = in_sight((key >= 0) & (key < start + width), query, key, window, causal)
         if bound is not None:
             seen = seen & (key >= start - bound)
         return seen[:, None]
@@ -329,34 +314,3 @@ class _Sampler:
         tokens = mx.where(fixed[:, None], best, draw(warped, keys))
         certain = (tokens[..., None] == mx.arange(scores.shape[-1])).astype(mx.float32)
         return tokens, mx.where(fixed[:, None, None], certain, mx.softmax(warped, axis=-1))
-
-
-class Warnings:
-    """What is worth saying about a draft, once."""
-
-    def __init__(self, draft: DFlashDraftModel) -> None:
-        self._name, self._dtype = draft.name, str(draft.dtype).rpartition(".")[2]
-        self._limit = draft.config.max_position_embeddings
-        self._said: set[str] = set()
-
-    def if_not(self, finite: mx.array) -> None:
-        """The draft computes NaN; what it proposes is verified all the same. ``finite`` has been computed by now."""
-        if "finite" not in self._said and not finite.item():
-            self._say(
-                "finite",
-                f"draft {self._name} gave scores that are not finite in {self._dtype}; answers stay right but nothing "
-                "is sped up: load it with dtype bfloat16 or float32",
-            )
-
-    def if_beyond(self, length: int) -> None:
-        """The text has outgrown what the draft was made for."""
-        if length >= self._limit and "beyond" not in self._said:
-            self._say(
-                "beyond",
-                f"the text is longer than the {self._limit} positions draft {self._name} was made for; its rotary "
-                "positions go on past them, answers stay right, but fewer drafts may be accepted",
-            )
-
-    def _say(self, what: str, message: str) -> None:
-        self._said.add(what)
-        warnings.warn(message, stacklevel=4)

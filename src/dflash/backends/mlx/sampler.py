@@ -85,16 +85,21 @@ class SamplerVerifier:
 class _Leaving:
     """Seeds of answers that leave the thread they were made in before it drew anything: no two may be the same."""
 
+    REMEMBERED = 10_000
+    """Seeds. Threads that come and go have each their own, for as long as the process lives."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._last, self._times = -1, 0
+        self._times: dict[int, int] = {}
 
     def seed(self, seed: int) -> int:
         """The thread's own for the first that leaves with it, another for each after it."""
         with self._lock:
-            self._times = self._times + 1 if seed == self._last else 0
-            self._last = seed
-            return (seed + self._times * 0x9E3779B97F4A7C15) % 2**64
+            before = self._times.pop(seed, 0)
+            self._times[seed] = before + 1  # now the last
+            if len(self._times) > self.REMEMBERED:
+                del self._times[next(iter(self._times))]
+            return (seed + before * 0x9E3779B97F4A7C15) % 2**64
 
 
 _leaving = _Leaving()

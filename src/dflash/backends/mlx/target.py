@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from dflash.backends.keep import check_first
+from dflash.backends.keep import check_first, checked_counts
 from dflash.backends.mlx.architectures import Anatomy, context_length, dissect, eos_ids
 from dflash.backends.mlx.sampler import Processor, Sampler, SamplerVerifier
 from dflash.backends.mlx.seams import reader
@@ -232,6 +232,7 @@ class Ahead:
     def keep(self, counts: list[int]) -> Features:
         """See ``protocols.Round``."""
         check_first(self.kept)
+        counts = checked_counts(counts, len(self._session.lengths), self._width)
         features = self._session.keep(counts, self._width)
         self.kept = True
         return features

@@ -60,13 +60,12 @@ class MlxVerifier:
         """
         drafted = drafted_tokens(proposal, scores.shape[0])
         nan = mx.isnan(scores).any(axis=-1)
-        if self.processors.plain:
-            chosen = mx.argmax(scores, axis=-1).astype(mx.int32)
-            accepted = agreeing(chosen, drafted)
-        else:
+        if not self.processors.plain:
             scores = self.processors.adjust(scores.astype(mx.float32), self._prefixes(drafted))
-            chosen, accepted = self._sample(scores, drafted, proposal.q)
-        banned = scores.max(axis=-1) == -mx.inf
+        greatest = mx.argmax(scores, axis=-1)
+        # Looked up, not sought again: every pass over the vocabulary is time.
+        banned = mx.take_along_axis(scores, greatest[..., None], axis=-1)[..., 0] == -mx.inf
+        chosen, accepted = self._choose(scores, greatest.astype(mx.int32), drafted, proposal.q)
         verdict = read_verdict(chosen, accepted, nan, banned)
         for row, new in enumerate(verdict.tokens):
             if not self.processors.greedy_everywhere:
@@ -97,9 +96,10 @@ class MlxVerifier:
         before = mx.concatenate([self._seen[:, None], own], axis=1).astype(mx.int32)
         return mx.cumsum(before, axis=1) > 0
 
-    def _sample(self, scores: mx.array, drafted: mx.array, q: mx.array | None) -> tuple[mx.array, mx.array]:
+    def _choose(
+        self, scores: mx.array, greatest: mx.array, drafted: mx.array, q: mx.array | None
+    ) -> tuple[mx.array, mx.array]:
         """Tokens [rows, K + 1], of which the first accepted + 1 count, and how many were accepted [rows]."""
-        greatest = mx.argmax(scores, axis=-1).astype(mx.int32)
         if self.processors.greedy_everywhere:
             return greatest, agreeing(greatest, drafted)
         keys, uniforms = noise_of(self.noise, scores.shape[1])

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
-from dflash.backends.keep import check_counts
 from dflash.backends.torch.architectures import (
     CHUNKED,
     CONV,
@@ -335,7 +334,6 @@ class RollbackCache(Cache):
 
     def keep(self, counts: list[int], width: int) -> None:
         """After a block of ``width``: each row keeps its first ``counts[r]`` positions."""
-        check_counts(counts, len(self.rows.lengths), width)
         for layer in self.recurrent:
             layer.keep(counts[0], width, self)
         self.rows.advance(counts)

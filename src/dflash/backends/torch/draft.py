@@ -9,8 +9,6 @@ are the target's.
 from __future__ import annotations
 
 import math
-import warnings
-import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -34,7 +32,7 @@ from dflash.backends.torch.head import arranged
 from dflash.backends.torch.target import TorchTarget
 from dflash.backends.torch.verify import draw, probabilities
 from dflash.checkpoint import HEAD
-from dflash.draft_config import DFlashConfig, check_window
+from dflash.draft_config import DFlashConfig
 from dflash.errors import IncompatibleDraft, RequestError
 from dflash.protocols import NOTHING, Features, Proposal, Target
 from dflash.sampling import SamplingParams
@@ -109,13 +107,7 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         Raises:
             RequestError: ``sliding_window_size`` is not positive.
         """
-        super().__init__()
-        check_window(sliding_window_size)
-        self.config = config
-        self.path = path
-        self.sliding_window_size = sliding_window_size
-        self.min_confidence = 0.0
-        self.copies = ()
+        super().__init__(config, path, sliding_window_size)
         rope = _qwen3_config(config)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -125,7 +117,6 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         own = config.draft_vocab_size
         self.lm_head = None if own is None else nn.Linear(config.hidden_size, own, bias=False)
         self.register_buffer("d2t", None if own is None else torch.zeros(own, dtype=torch.long))
-        self._records: weakref.WeakKeyDictionary[TorchTarget, Record] = weakref.WeakKeyDictionary()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,26 +129,22 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
             raise IncompatibleDraft(
                 f"draft {self.name} was loaded for PyTorch, target {target.name} for another backend: load both alike"
             )
-        self.check_fit(target)
-        record = self._records[target]
+        record = self.check_fit(target)
         return DFlashDrafting(self, target, sampling, verification == "rejection", step, record)
 
-    def check_fit(self, target: TorchTarget) -> None:
-        """Whether it was made for a target; of each target this is asked once.
+    def check_fit(self, target: TorchTarget) -> Record:
+        """How it fares with a target that it was made for.
 
         Raises:
-            IncompatibleDraft: see ``compat.check_fit``; or it comes with an embedding or a head of another target.
+            IncompatibleDraft: it was made for another; see ``PublishedDraft``.
         """
-        if target in self._records:
-            return
         head, embedding = target.anatomy.head, target.anatomy.embedding
-        ids = self._target_ids()
-        self._check_fit(
+        return self._record(
             target,
-            0 if ids is None else int(ids.max()),
+            target,
+            lambda: [] if (ids := self._target_ids()) is None else ids.tolist(),
             lambda tensor, file: is_copy(tensor, file, cast("Tensor", (head if tensor == HEAD else embedding).weight)),
         )
-        self._records[target] = Record(self.name, target.name)
 
     def _target_ids(self) -> Tensor | None:
         """[draft_vocab_size]: the target's ids of the tokens of a reduced vocabulary."""
@@ -217,14 +204,14 @@ class DFlashDrafting:
         self.context = [AttentionLayer(self.rows, draft.lookback(window), step) for window, _ in draft.windows()]
         self._samplers = [_Sampler(s, samples and not s.greedy) for s in sampling]
         self._finite: Tensor | None = None
-        self._warned = False
         self._record = record
         self._proposed = False
 
     @torch.inference_mode()
     def extend(self, tokens: list[list[int]], features: Features) -> None:
         """Absorb the features of newly committed positions; they are not needed afterwards."""
-        self._report()
+        if self._finite is not None:
+            self.draft.say_if_not(bool(self._finite), str(self.draft.dtype).rpartition(".")[2])
         if features.values is None:
             raise RequestError(f"draft {self.draft.name} was handed no hidden states: start the session with its taps")
         if self._proposed:
@@ -241,7 +228,7 @@ class DFlashDrafting:
         """One pass over the block. See ``protocols.Drafting``."""
         if room == 0:
             return NOTHING
-        self._warn_beyond_limit()
+        self.draft.say_if_beyond(max(self.rows.lengths))
         scores = self.block_scores(pending, room)
         self._proposed = True
         self._finite = torch.isfinite(scores.sum(dtype=torch.float32))  # one that is not makes the sum so
@@ -277,7 +264,7 @@ class DFlashDrafting:
         key = kv.slot_positions(width)[:, None]
         query = self.rows.positions(width)[:, :, None]
         start = self.rows.starts()[:, :, None]
-        seen = (key >= 0) & (key < start + width) & in_sight(query, key, window, causal)
+        seen = in_sight((key >= 0) & (key < start + width), query, key, window, causal)
         if self.draft.sliding_window_size is not None:
             seen = seen & (key >= start - self.draft.sliding_window_size)
         return seen.expand(len(start), width, -1)
@@ -301,29 +288,6 @@ class DFlashDrafting:
         tokens, q = (torch.stack(parts) for parts in zip(*drawn, strict=True))
         q = self.draft.over_target(q, self.target.vocab_size)
         return Proposal(self.draft.for_target(tokens), scores.shape[1], q)
-
-    def _report(self) -> None:
-        """Say once when the draft computes NaN; what it proposes is verified all the same."""
-        if self._finite is not None and not self._warned and not bool(self._finite):
-            self._warned = True
-            warnings.warn(
-                f"draft {self.draft.name} gave scores that are not finite in {self.draft.dtype}; answers stay "
-                "right but nothing is sped up: load it with dtype bfloat16 or float32",
-                stacklevel=2,
-            )
-
-    def _warn_beyond_limit(self) -> None:
-        limit = self.draft.config.max_position_embeddings
-        if max(self.rows.lengths) >= limit and self.draft not in _warned_beyond:
-            _warned_beyond.add(self.draft)
-            warnings.warn(
-                f"the text is longer than the {limit} positions draft {self.draft.name} was made for; its rotary "
-                "positions go on past them, answers stay right, but fewer drafts may be accepted",
-                stacklevel=2,
-            )
-
-
-_warned_beyond: weakref.WeakSet[DFlashDraftModel] = weakref.WeakSet()
 
 
 class _Sampler:

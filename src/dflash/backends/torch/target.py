@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dflash.backends.keep import check_first
+from dflash.backends.keep import check_first, checked_counts
 from dflash.backends.rows import RowByRow
 from dflash.backends.torch.architectures import FULL, Anatomy, context_length, dissect, eos_ids, seams
 from dflash.backends.torch.attention import GROUPED
@@ -296,6 +296,7 @@ class Ahead:
     def keep(self, counts: list[int]) -> Features:
         """See ``protocols.Round``."""
         check_first(self.kept)
+        counts = checked_counts(counts, len(self._session.lengths), self._width)
         self._session.cache.keep(counts, self._width)
         self.kept = True
         return self._session._features(counts)
