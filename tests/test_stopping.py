@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
+import corpora
 import tiny
 from dflash.benchmark.run import Journal
 from dflash.cli import benchmark, demo, generate, regenerate, verify
@@ -249,3 +250,49 @@ def test_what_belongs_together_is_not_cut_in_two() -> None:
         done.append("never")
     assert done == ["weights", "step"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_is_not_lost_where_what_belongs_together_fails() -> None:
+    from dflash.train.whole import whole
+
+    with pytest.raises(KeyboardInterrupt) as caught, whole():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ValueError("an error of its own")
+    assert isinstance(caught.value.__context__, ValueError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_waits_until_the_first_one_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny.target("qwen3")
+    run = corpora.trainer(target, corpora.answers(target, 4, 12), tmp_path)
+    count_time = run._count_time
+
+    def interrupted_again() -> float:
+        os.kill(os.getpid(), signal.SIGINT)
+        return count_time()
+
+    def interrupt(progress: Any) -> None:
+        if progress.step == 2:
+            monkeypatch.setattr(run, "_count_time", interrupted_again)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.run(report=interrupt)
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
+
+
+def test_a_second_signal_does_not_change_the_status() -> None:
+    code = """
+import os, signal, sys
+from dflash.cli import stopping
+signal.signal(signal.SIGINT, signal.default_int_handler)
+stopping.take_sigterm_as_interrupt()
+end = stopping.stopped("interrupted")
+os.kill(os.getpid(), signal.SIGINT)
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(end.exit_code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "stopped: interrupted\n")

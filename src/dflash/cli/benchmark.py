@@ -357,7 +357,7 @@ def _measure(
         _finish(_results(bench, settings, where, records, complete, asked, asking), output)
     if not complete:
         if share.rank:
-            raise typer.Exit(stopping.INTERRUPTED)  # the first process speaks for all
+            raise stopping.stopped(None)  # the first process speaks for all
         kept = "the figures are of the answers so far" if records else "before the first answer"
         how = "with --output it could be gone on with"
         if output is not None:
