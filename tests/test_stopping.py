@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import corpora
 import pytest
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
-import corpora
 import tiny
 from dflash.benchmark.run import Journal
 from dflash.cli import benchmark, demo, generate, regenerate, verify
@@ -255,7 +255,7 @@ def test_what_belongs_together_is_not_cut_in_two() -> None:
 def test_an_interrupt_is_not_lost_where_what_belongs_together_fails() -> None:
     from dflash.train.whole import whole
 
-    with pytest.raises(KeyboardInterrupt) as caught, whole():
+    with pytest.raises(KeyboardInterrupt) as caught, whole():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
         raise ValueError("an error of its own")
     assert isinstance(caught.value.__context__, ValueError)
