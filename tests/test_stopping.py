@@ -24,6 +24,7 @@ import tiny
 from dflash.benchmark.run import Journal
 from dflash.cli import benchmark, demo, generate, regenerate, verify
 from dflash.cli.main import app
+from dflash.only import only_run
 from dflash.train.regenerate import read_answers
 
 LONG = ("--prompt", "abcabc and so on", "--max-new-tokens", 100_000, "--drafter", "none")
@@ -237,6 +238,20 @@ def test_train_interrupted_before_its_first_step_begins_again(answers: Path, fol
     expected = ["importing PyTorch\n", f"loading {folder.name}", "data: ", "hidden states: 0 of 12", "steps: 0 of 2"]
     places = [said.index(part) for part in [*expected, "steps: 2 of 2", "done: "]]
     assert places == sorted(places) and places[0] == 0
+
+
+def test_a_second_run_on_one_output_is_refused(answers: Path, folder: Path, tmp_path: Path) -> None:
+    train = ["train", "--model", folder, "--data", answers, "--steps", 1, *TRAIN, "--output", tmp_path / "d"]
+    ask = ["benchmark", "--model", folder, "--prompt", "hello", "--max-new-tokens", 2, "--systems", "plain"]
+    ask += ["--output", tmp_path / "b"]
+    for command, written in ((train, tmp_path / "d"), (ask, tmp_path / "b" / "records-0.jsonl")):
+        with only_run(written):
+            done = result(*command)
+        assert done.exit_code == 2
+        told = f"error: another run is writing {written}: wait until it has ended, or give another --output"
+        assert done.stderr.splitlines()[-1] == told
+        assert not written.exists()
+        assert run(*command) == 0
 
 
 def test_what_belongs_together_is_not_cut_in_two() -> None:

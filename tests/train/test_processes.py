@@ -299,7 +299,8 @@ import torch
 torch.set_num_threads(1)
 import corpora, tiny
 from pathlib import Path
-from dflash.train.processes import Processes, ProcessLost
+from dflash.errors import ProcessLost
+from dflash.train.processes import Processes
 target = tiny.target("qwen3")
 processes = Processes.join(target.device)
 run = corpora.trainer(target, corpora.answers(target, 4, 12), Path({folder!r}), steps=9)

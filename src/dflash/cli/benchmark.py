@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dflash.cli.pair import Wanted, draft_options, load_pair
 from dflash.cli.progress import meter
 from dflash.errors import RequestError
 from dflash.launcher import own_device
+from dflash.only import only_run
 
 if TYPE_CHECKING:
     from dflash.benchmark.answers import Record
@@ -243,7 +245,10 @@ def benchmark(
             draft_revision, trust_remote_code, draft_sliding_window_size, draft_bits, draft_min_confidence,
         )  # fmt: skip
         bench = _of_pair(pair, assistant, asking, at_once, split, wanted)
-    _measure(bench, settings, asked, asking, repeats, seed, output, share)
+    from dflash.benchmark.run import JOURNAL
+
+    with contextlib.nullcontext() if output is None else only_run(output / JOURNAL.format(rank=share.rank)):
+        _measure(bench, settings, asked, asking, repeats, seed, output, share)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.head import rows_of
 from dflash.backends.torch.target import TorchTarget
 from dflash.draft_config import DFlashConfig
-from dflash.errors import DFlashError, RequestError
+from dflash.errors import DFlashError, ProcessLost, RequestError
 from dflash.train import checkpoint
 from dflash.train.blocks import Batch, block_states, layer_over_context, recomputed
 from dflash.train.data import Corpus, Plan, Sequence
@@ -27,7 +27,7 @@ from dflash.train.evaluate import Acceptance, measure
 from dflash.train.features import Features, padded
 from dflash.train.files import write
 from dflash.train.loss import LossMix, dpace_weights, exponential_weights, slot_losses
-from dflash.train.processes import Processes, ProcessLost
+from dflash.train.processes import Processes
 from dflash.train.recipe import Recipe
 from dflash.train.scalars import scalars
 from dflash.train.schedule import rate

@@ -9,13 +9,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from dflash.errors import DFlashError, RequestError
+from dflash.errors import ProcessLost, RequestError
 from dflash.launcher import LONGEST_WAIT, launched
 from dflash.train.whole import nothing_to_keep
-
-
-class ProcessLost(DFlashError):
-    """Another process of the run has ended, so that nothing can be exchanged with it any more."""
 
 
 @dataclass(frozen=True)
