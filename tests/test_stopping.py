@@ -244,7 +244,7 @@ def test_a_second_run_on_one_output_is_refused(answers: Path, folder: Path, tmp_
     train = ["train", "--model", folder, "--data", answers, "--steps", 1, *TRAIN, "--output", tmp_path / "d"]
     ask = ["benchmark", "--model", folder, "--prompt", "hello", "--max-new-tokens", 2, "--systems", "plain"]
     ask += ["--output", tmp_path / "b"]
-    for command, written in ((train, tmp_path / "d"), (ask, tmp_path / "b" / "records-0.jsonl")):
+    for command, written in ((train, tmp_path / "d"), (ask, tmp_path / "b")):
         with only_run(written):
             done = result(*command)
         assert done.exit_code == 2

@@ -245,9 +245,7 @@ def benchmark(
             draft_revision, trust_remote_code, draft_sliding_window_size, draft_bits, draft_min_confidence,
         )  # fmt: skip
         bench = _of_pair(pair, assistant, asking, at_once, split, wanted)
-    from dflash.benchmark.run import JOURNAL
-
-    with contextlib.nullcontext() if output is None else only_run(output / JOURNAL.format(rank=share.rank)):
+    with contextlib.nullcontext() if output is None or share.rank else only_run(output):
         _measure(bench, settings, asked, asking, repeats, seed, output, share)
 
 
