@@ -492,7 +492,7 @@ def test_lines_beyond_the_limit_are_not_read(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b'{"turns": ["a"]}\nnot json\n', r"not JSON \(1, first in line 2\)"),
-        (b'{"turns": ["a"]}\n\n{"turn": ["a"]}\n', r"an empty turn, or one that is no text \(1, first in line 3\)"),
+        (b'{"turns": ["a"]}\n\n{"turn": ["a"]}\n', r"none of the fields turns, .*it has 'turn' \(1, first in line 3\)"),
         (b'{"turns": []}\n', r"no user turn \(1, first in line 1\)"),
         (b'{"turns": [""]}\n', r"an empty turn, or one that is no text \(1, first in line 1\)"),
         (b'{"turns": "abc"}\n', r"no user turn \(1, first in line 1\)"),

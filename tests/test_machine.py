@@ -40,13 +40,26 @@ CONTAINERS: dict[str, tuple[str, dict[str, str], float | None]] = {
     ),
     "another controller's group": ("1:cpuset:/\n", {"cpuset/cpu.max": "100000 100000"}, None),
     "no quota files": ("0::/\n", {}, None),
+    "a name with what other readers take for ends of lines": (
+        "0::/a\u2028b\x85\x1c\x0b\rc\n",
+        {"a\u2028b\x85\x1c\x0b\rc/cpu.max": "50000 100000"},
+        0.5,
+    ),
+    "a name that is no UTF-8": ("0::/a\udcff\n", {"a\udcff/cpu.max": "50000 100000"}, 0.5),
+    "lines that say nothing": ("\nnonsense\n1:2\n::\n\n0::/\n", {"cpu.max": "50000 100000"}, 0.5),
+    "a name that is too long": (f"0::/{'a' * 5000}\n", {"cpu.max": "50000 100000"}, 0.5),
+    "more than a number can be": ("0::/\n", {"cpu.max": "9" * 400 + " 100000"}, None),
+    "more than Python reads": ("0::/\n", {"cpu.max": "9" * 5000 + " 100000"}, None),
+    "nothing for no time": ("0::/\n", {"cpu.max": "100000 0"}, None),
+    "quota files of something else": ("0::/\n", {"cpu.max": "a b c\n"}, None),
+    "an empty quota file": ("0::/\n", {"cpu.max": ""}, None),
 }
 
 
 @pytest.mark.parametrize("name", CONTAINERS)
 def test_the_quota_of_a_container_is_found(name: str, tmp_path: Path) -> None:
     groups, files, quota = CONTAINERS[name]
-    (tmp_path / "own").write_text(groups)
+    (tmp_path / "own").write_bytes(os.fsencode(groups))
     for path, text in files.items():
         file = tmp_path / "cgroup" / path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import gzip
 import json
 import os
@@ -61,12 +63,16 @@ def test_json_is_told_by_its_content_in_every_reader(tmp_path: Path, name: str) 
         ("P.TXT", "\ufefféé\r\nzwei\r\n".encode(), ["éé", "zwei"]),
         ("p", b"one\rtwo", ["one", "two"]),
         ("p.txt.gz", gzip.compress(b"one\ntwo\n"), ["one", "two"]),
-        ("p.txt", b'[1, 2, 3]\n{"prompt": "x"}\n', ["[1, 2, 3]", '{"prompt": "x"}']),
+        ("p.txt", b"[1, 2, 3]\n[4]\n", ["[1, 2, 3]", "[4]"]),
+        ("p.txt", b"text\n" * 9 + b'{"prompt": "x"}\n', ["text"] * 9 + ['{"prompt": "x"}']),
         ("p.txt", b"[1, 2, 3]\n", ["[1, 2, 3]"]),
         ("p.txt", "a\u2028b\n".encode(), ["a\u2028b"]),
         ("p.csv", b'id,prompt\n1,"one, two"\n2,"three\nfour"\n', ["one, two", "three\nfour"]),
         ("p.CSV", b"prompt\n7\n", ["7"]),
         ("p.tsv", b"question\tx\nwhy\t1\n", ["why"]),
+        ("p.csv", b'id,prompt\n1,"say ""a, b"""\n2,5" wide\n', ['say "a, b"', '5" wide']),
+        ("p.csv", b"id,prompt\n1,a,\n2,b,,\n", ["a", "b"]),
+        ("p.csv", b'id,prompt\n1,"' + b"x, " * 100_000 + b'y"\n', ["x, " * 100_000 + "y"]),
     ],
 )
 def test_text_lines_and_cells(tmp_path: Path, name: str, content: bytes, wanted: list[str]) -> None:
@@ -95,6 +101,33 @@ REFUSED = {
     "empty.jsonl": (b"", "has no prompts"),
     "blank.txt": (b"\n \n", "has no prompts"),
     "prose.jsonl": (b"one\ntwo\n", "2 of 2 rows cannot be used: not JSON"),
+    "empty.json": (b"[]", "has no prompts: it is empty"),
+    "only a header.csv": (b"id,prompt\n", "has no prompts: it is empty"),
+    "torn.txt": (LINES + b'{"turns": ["a"\n', r"1 of 3 rows cannot be used: not JSON \(1, first in line 3\)"),
+    "torn": (b'{"turns": ["a"\n' + LINES, r"1 of 3 rows cannot be used: not JSON \(1, first in line 1\)"),
+    "mixed.txt": (b"text\n" * 4 + LINES, r"mixes JSON objects with other lines \(2 of 6 are objects\)"),
+    "halves.txt": (b'[1, 2, 3]\n{"prompt": "x"}\n', r"mixes JSON objects with other lines \(1 of 2 are objects\)"),
+    "commas.csv": (
+        b"id,prompt\n1,one, two\n2,a\n",
+        "1 of 2 rows cannot be used: more cells than the header has: quote",
+    ),
+    "quotes.csv": (
+        b'id,prompt\n1,"one" two\n',
+        r"cannot be read as a table of cells \(after line 1: .*double the quotes",
+    ),
+    "open.tsv": (
+        b'id\tprompt\n1\t"one\n2\ttwo\n',
+        r"cannot be read as a table of cells \(after line 1: unexpected end",
+    ),
+    "twice.csv": (b"prompt,prompt\na,b\n", "two columns of one name"),
+    "semicolons.csv": (
+        b"id;prompt\n1;a\n",
+        r"it has 'id;prompt': the first line must name the columns, and cells be separated by ',' \(1, first in ",
+    ),
+    "unknown.jsonl": (
+        b'{"text": "a", "n": 1}\n',
+        "none of the fields turns, messages, .*, prompt, question, instruction; it has 'text', 'n'",
+    ),
     "header.csv": (b"title,body\na,b\n", "1 of 1 rows cannot be used"),
     "deep.jsonl": (b"[" * 200_000 + b"]" * 200_000 + b"\n", "1 of 1 rows cannot be used: not JSON"),
     "deep.txt.jsonl": (LINES + b'{"turns": ' * 100_000 + b"\n", "1 of 3 rows cannot be used: not JSON"),
@@ -163,7 +196,7 @@ def test_tables_are_read_through_datasets(tmp_path: Path, monkeypatch: pytest.Mo
     assert options["data_files"] == str(file).replace("[", "[[]").replace("*", "[*]"), "a name, not a pattern"
 
 
-def test_tables_as_datasets_itself_reads_them(tmp_path: Path) -> None:
+def test_tables_as_datasets_itself_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("datasets")
     parquet, ipc, table = (pytest.importorskip(name) for name in ("pyarrow.parquet", "pyarrow.ipc", "pyarrow"))
     rows = table.table({"prompt": ["a", None], "messages": [None, [{"role": "user", "content": "b"}]]})
@@ -176,8 +209,10 @@ def test_tables_as_datasets_itself_reads_them(tmp_path: Path) -> None:
     for name in ("p.parquet", "p.arrow", "s.arrow"):
         assert [one.turns for one in read_prompts(folder / name).conversations] == [("a",), ("b",)]
     (folder / "torn.parquet").write_bytes(b"PAR1 and nothing else")
-    with pytest.raises(RequestError, match=r"torn.parquet could not be fetched or read"):
+    capsys.readouterr()
+    with pytest.raises(RequestError, match=r"torn.parquet cannot be read: "):
         read_prompts(folder / "torn.parquet")
+    assert capsys.readouterr().err == "", "it is said once"
 
 
 @pytest.mark.parametrize("name", ["p.txt", "p", "p.dat"])
@@ -270,6 +305,15 @@ TOOLS = "tool calls or tool results, which cannot be handed on"
         ({"messages": [said(5, "a")]}, "a role that is not known"),
         ({"messages": ["a", 5]}, "one that is no text"),
         ({"messages": [said("user", [{"type": "image"}])]}, "only text content"),
+        *(
+            ({"messages": [said("user", "a", **{key: ["x"]})]}, f"'{key}', which cannot be handed on")
+            for key in ("images", "audio", "audios", "videos", "attachments", "documents", "tools")
+        ),
+        ({"conversations": [{"from": "human", "value": "a", "image": "x.png"}]}, "'image', which cannot be handed on"),
+        ({"prompt": "a", "attachments": ["x.pdf"]}, "'attachments', which cannot be handed on"),
+        ({"prompt": None}, "one that is no text"),
+        ({"text": "a"}, "none of the fields turns, messages, "),
+        ({}, "it has none"),
         ({"messages": [said("system", "S")]}, "no user turn"),
         ({"instruction": "a", "context": {"title": ["x"]}}, "one that is no text"),
         ({"system": ["S"], "prompt": "a"}, "only text content"),
@@ -286,6 +330,15 @@ def test_a_row_that_cannot_be_carried_whole_is_skipped_with_its_reason(tmp_path:
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(RequestError, match="1 of 1 rows cannot be used"):
         read_prompts(file)
+
+
+def test_the_longest_cell_of_the_process_is_left_as_it_is(tmp_path: Path) -> None:
+    before = csv.field_size_limit()
+    for text in ("prompt\na\n", 'prompt\n"a'):
+        (tmp_path / "p.csv").write_text(text)
+        with contextlib.suppress(RequestError):
+            read_prompts(tmp_path / "p.csv")
+        assert csv.field_size_limit() == before
 
 
 def test_empty_lines_are_no_rows_but_count_as_lines(tmp_path: Path) -> None:

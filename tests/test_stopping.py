@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import corpora
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,6 +24,7 @@ import tiny
 from dflash.benchmark.run import Journal
 from dflash.cli import benchmark, demo, generate, regenerate, verify
 from dflash.cli.main import app
+from dflash.only import only_run
 from dflash.train.regenerate import read_answers
 
 LONG = ("--prompt", "abcabc and so on", "--max-new-tokens", 100_000, "--drafter", "none")
@@ -238,6 +240,20 @@ def test_train_interrupted_before_its_first_step_begins_again(answers: Path, fol
     assert places == sorted(places) and places[0] == 0
 
 
+def test_a_second_run_on_one_output_is_refused(answers: Path, folder: Path, tmp_path: Path) -> None:
+    train = ["train", "--model", folder, "--data", answers, "--steps", 1, *TRAIN, "--output", tmp_path / "d"]
+    ask = ["benchmark", "--model", folder, "--prompt", "hello", "--max-new-tokens", 2, "--systems", "plain"]
+    ask += ["--output", tmp_path / "b"]
+    for command, written in ((train, tmp_path / "d"), (ask, tmp_path / "b")):
+        with only_run(written):
+            done = result(*command)
+        assert done.exit_code == 2
+        told = f"error: another run is writing {written}: wait until it has ended, or give another --output"
+        assert done.stderr.splitlines()[-1] == told
+        assert not written.exists()
+        assert run(*command) == 0
+
+
 def test_what_belongs_together_is_not_cut_in_two() -> None:
     from dflash.train.whole import whole
 
@@ -249,3 +265,49 @@ def test_what_belongs_together_is_not_cut_in_two() -> None:
         done.append("never")
     assert done == ["weights", "step"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_is_not_lost_where_what_belongs_together_fails() -> None:
+    from dflash.train.whole import whole
+
+    with pytest.raises(KeyboardInterrupt) as caught, whole():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ValueError("an error of its own")
+    assert isinstance(caught.value.__context__, ValueError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_waits_until_the_first_one_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny.target("qwen3")
+    run = corpora.trainer(target, corpora.answers(target, 4, 12), tmp_path)
+    count_time = run._count_time
+
+    def interrupted_again() -> float:
+        os.kill(os.getpid(), signal.SIGINT)
+        return count_time()
+
+    def interrupt(progress: Any) -> None:
+        if progress.step == 2:
+            monkeypatch.setattr(run, "_count_time", interrupted_again)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run.run(report=interrupt)
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
+
+
+def test_a_second_signal_does_not_change_the_status() -> None:
+    code = """
+import os, signal, sys
+from dflash.cli import stopping
+signal.signal(signal.SIGINT, signal.default_int_handler)
+stopping.take_sigterm_as_interrupt()
+end = stopping.stopped("interrupted")
+os.kill(os.getpid(), signal.SIGINT)
+os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(end.exit_code)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "stopped: interrupted\n")

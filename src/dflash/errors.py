@@ -9,6 +9,7 @@ DFlashError
  +-- ConfigError (ValueError)          a draft config that is incomplete, contradictory or unknown
  +-- IncompatibleDraft (ValueError)    a sound draft that was made for another target
  +-- UnsupportedTarget (ValueError)    a target whose caches we cannot roll back
+ +-- ProcessLost                      another process of a training run has ended
  +-- NonFiniteScores (ArithmeticError) the target itself produced NaN
 """
 
@@ -49,6 +50,10 @@ class IncompatibleDraft(DFlashError, ValueError):
 
 class UnsupportedTarget(DFlashError, ValueError):
     """A target whose caches we cannot roll back."""
+
+
+class ProcessLost(DFlashError):
+    """Of several processes that train together another one has ended, so nothing can be exchanged with it any more."""
 
 
 class NonFiniteScores(DFlashError, ArithmeticError):

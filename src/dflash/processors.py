@@ -57,10 +57,13 @@ def _groups(cgroups: Path, membership: Path) -> Iterator[Path]:
     Inside a container the path may be the host's, which is not mounted: then the container's own group is at the top.
     """
     try:
-        lines = membership.read_text(encoding="utf-8").splitlines()
+        # Names of groups are bytes, which may be no UTF-8; and only newlines end a line, unlike for splitlines.
+        lines = os.fsdecode(membership.read_bytes()).split("\n")
     except OSError:  # not Linux
         return
     for line in lines:
+        if line.count(":") < 2:  # the last one is empty
+            continue
         _, controllers, path = line.split(":", 2)
         tops = []
         if not controllers:  # version 2; beside version 1 it is mounted under a name of its own
@@ -82,5 +85,5 @@ def _quota(folder: Path) -> float | None:
                 (folder / f"cpu.cfs_{name}_us").read_text(encoding="utf-8") for name in ("quota", "period")
             )
         return int(limit) / int(period) if int(limit) > 0 else None
-    except (OSError, ValueError, ZeroDivisionError):  # none of these files here, or "max"
+    except (OSError, ValueError, ArithmeticError):  # none of these files here, "max", or no number that can be one
         return None

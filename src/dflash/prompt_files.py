@@ -9,6 +9,7 @@ import csv
 import glob
 import gzip
 import io
+import logging
 import os
 import re
 import zlib
@@ -50,12 +51,14 @@ class Row:
         where: for messages.
         value: an object as a dict, or what else the row holds.
         fault: why there is no value.
+        hint: what may be wrong where the value has none of the fields that are looked for.
     """
 
     index: int
     where: str
     value: Any
     fault: str = ""
+    hint: str = ""
 
 
 def rows(data: str | Path, split: str = "train") -> Iterator[Row]:
@@ -110,20 +113,29 @@ def hub_rows(what: str, repository: str, config: str | None, split: str) -> Iter
     Raises:
         RequestError: ``datasets`` is not installed, or does not get it.
     """
-    return _loaded(what, repository, config, split=split)
+    return _loaded(what, "could not be fetched", repository, config, split=split)
 
 
-def _loaded(what: str, *arguments: Any, **options: Any) -> Iterator[Any]:
-    """What ``datasets.load_dataset`` gives, row by row."""
+def _loaded(what: str, failure: str, *arguments: Any, **options: Any) -> Iterator[Any]:
+    """What ``datasets.load_dataset`` gives, row by row.
+
+    Args:
+        failure: what is said of it where that fails, before the reason.
+    """
     packages.need(("datasets",), f"to read {what}")
     import datasets
     from huggingface_hub.errors import HfHubHTTPError
 
+    log = logging.getLogger("datasets")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # what it would log of an error is said below
     try:
         yield from datasets.load_dataset(*arguments, **options)
     except (OSError, ValueError, RuntimeError, HfHubHTTPError, datasets.exceptions.DatasetsError) as error:
         why = " ".join(str(error).split()) or type(error).__name__
-        raise RequestError(f"{what} could not be fetched or read: {why}") from error
+        raise RequestError(f"{what} {failure}: {why}") from error
+    finally:
+        log.setLevel(level)
 
 
 def _numbered(found: Iterator[Any]) -> Iterator[Row]:
@@ -139,7 +151,8 @@ def _rows_of_file(file: Path) -> Iterator[Row]:
     kind = next((kind for magic, kind in TABLES.items() if head.startswith(magic)), None)
     if kind is not None:
         # A stream, so that nothing is copied to the cache of datasets; escaped, for it takes names for patterns.
-        return _numbered(_loaded(str(file), kind, data_files=glob.escape(str(file)), split="train", streaming=True))
+        pattern = glob.escape(str(file))
+        return _numbered(_loaded(str(file), "cannot be read", kind, data_files=pattern, split="train", streaming=True))
     text = _text(file, _contents(file, packed=head.startswith(_GZIP)))
     if not text.strip():
         raise RequestError(f"{file} has no prompts: it is empty")
@@ -173,10 +186,31 @@ def _text(file: Path, data: bytes) -> str:
 
 
 def _cells(file: Path, text: str) -> Iterator[Row]:
+    """The rows of a table, all read at once, for the longest cell is a setting of the whole process."""
+    separator = CELLS[_suffix(file)]
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, strict=True)
+    longest = csv.field_size_limit(min(max(len(text), 1), 2**31 - 1))
     try:
-        yield from _numbered(csv.DictReader(io.StringIO(text, newline=""), delimiter=CELLS[_suffix(file)]))
+        names = [name for name in reader.fieldnames or () if name]
+        found = list(reader)
     except csv.Error as error:
-        raise RequestError(f"{file} cannot be read as a table of cells: {error}") from error
+        raise RequestError(
+            f"{file} cannot be read as a table of cells (after line {reader.line_num}: {error}): put a text that has a "
+            "quote or the separator in it into quotes, and double the quotes inside it"
+        ) from error
+    finally:
+        csv.field_size_limit(longest)
+    if len(set(names)) < len(names):
+        raise RequestError(f"{file} has two columns of one name: give each a name of its own")
+    hint = ""
+    if len(names) == 1:
+        hint = f": the first line must name the columns, and cells be separated by {separator!r}"
+    for index, cells in enumerate(found):
+        where = f"row {index + 1}"
+        if any(cells.pop(None, ())):  # type: ignore[call-overload]
+            yield Row(index, where, None, "more cells than the header has: quote the text")
+        else:
+            yield Row(index, where, cells, hint=hint)
 
 
 def _json_or_lines(file: Path, text: str) -> Iterator[Row]:
@@ -191,12 +225,16 @@ def _json_or_lines(file: Path, text: str) -> Iterator[Row]:
         if whole is not None:
             return _numbered(iter(whole))
     objects = sum(_is_object(line) for _, line in lines) if suffix in TEXT else 0
-    if suffix in JSON or objects >= (1 - MAX_SKIPPED) * len(lines):  # a torn line makes no prompts of all the others
+    # A torn line makes no prompts of all the others.
+    if suffix in JSON or _is_object(first) or objects > len(lines) / 2:
         return (_json_row(index, line) for index, line in lines)
+    if objects > MAX_SKIPPED * len(lines):  # fewer are prompts that look like one
+        raise RequestError(
+            f"{file} mixes JSON objects with other lines ({objects} of {len(lines)} are objects): give an object a "
+            "line, or a prompt a line"
+        )
     if suffix in TEXT:
         return (Row(index, f"line {index + 1}", {"prompt": line.strip()}) for index, line in lines)
-    if _is_object(first):
-        return (_json_row(index, line) for index, line in lines)
     raise RequestError(f"{file} is not a file of prompts, as far as its content and its name tell: {_EXPECTED}")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dflash.errors import RequestError
-from dflash.prompt_files import MAX_SKIPPED, rows, source_of
+from dflash.prompt_files import MAX_SKIPPED, Row, rows, source_of
 from dflash.text import is_unicode, plain_message
 
 Opening: TypeAlias = tuple[dict[str, str], ...]
@@ -18,8 +18,12 @@ QUESTIONS = ("prompt", "question", "instruction")
 MATERIAL = ("input", "context")
 """What follows a question after a blank line, in this order, where a row has it."""
 SYSTEM = ("system", "system_prompt")
-NOT_CARRIED = ("tools", "functions", "history", "documents", "images", "image")
-"""What a prompt as served would have in it, and an answer made without would not fit: such rows are skipped."""
+NOT_CARRIED = (
+    "tools", "functions", "history", "documents", "attachments", "files", "images", "image", "audios", "audio",
+    "videos", "video",
+)  # fmt: skip
+"""What a prompt as served would have in it, beside its messages or in one, and an answer made without would not fit:
+such rows are skipped."""
 
 ROLES = {
     "user": "user", "human": "user", "system": "system", "developer": "developer",
@@ -70,7 +74,7 @@ def read_prompts(data: str | Path, split: str = "train", limit: int | None = Non
     System and developer messages that open a chat are kept, and so is a ``system`` or ``system_prompt`` beside it.
     ``input`` and ``context`` follow the question, each after a blank line. Answers in a chat are left out: the target
     answers every turn itself. Rows with tools, tool calls or tool results, or with a system message after the first
-    question, are skipped and counted.
+    question, or with images, documents or other attachments, are skipped and counted.
 
     Args:
         data: a file (JSON, text lines, csv, tsv, any of these with gzip, parquet, arrow), or the name of a data set.
@@ -85,16 +89,17 @@ def read_prompts(data: str | Path, split: str = "train", limit: int | None = Non
     source = source_of(data)
     for row in rows(data, split):
         try:
-            if row.fault:
-                raise RequestError(row.fault)
-            conversations.append(_conversation(row.index, row.value, source))
+            conversations.append(_conversation(row, source))
         except RequestError as error:
             reasons.setdefault(str(error), []).append(row.where)
         if len(conversations) == limit:
             break
     bad = sum(map(len, reasons.values()))
+    if not conversations and not bad:
+        raise RequestError(f"{data} has no prompts: it is empty")
     if not conversations or bad > MAX_SKIPPED * (bad + len(conversations)):
-        told = "; ".join(f"{reason} ({len(at)}, first in {at[0]})" for reason, at in reasons.items()) or "it is empty"
+        most = sorted(reasons.items(), key=lambda one: -len(one[1]))[:TOLD]
+        told = "; ".join(f"{reason} ({len(at)}, first in {at[0]})" for reason, at in most)
         raise RequestError(
             f"{data}: {bad} of {bad + len(conversations)} rows cannot be used: {told}. Expected objects with 'turns', "
             "'messages', 'conversations' or 'prompt', or plain text lines"
@@ -112,12 +117,16 @@ def spread(conversations: list[Conversation], count: int | None) -> list[Convers
 # --- rows: a RequestError is the reason why one cannot be used ------------------------------------------
 
 
-def _conversation(index: int, row: Any, source: str) -> Conversation:
+def _conversation(found: Row, source: str) -> Conversation:
+    row = found.value
+    if found.fault:
+        raise RequestError(found.fault)
     if not isinstance(row, dict):
         raise RequestError("not an object")
-    for key in NOT_CARRIED:
-        if row.get(key) not in (None, "", "[]", [], {}):
-            raise RequestError(f"'{key}', which cannot be handed on to the target")
+    if not any(key in row for key in (*CHATS, *QUESTIONS)):
+        has = ", ".join(repr(str(key)[:LONGEST_NAME]) for key in list(row)[:TOLD]) or "none"
+        raise RequestError(f"none of the fields {', '.join((*CHATS, *QUESTIONS[1:]))}; it has {has}{found.hint}")
+    _check_carried(row)
     opening: list[dict[str, str]] = []
     turns: list[str] = []
     for message in map(_message, _chat(row)):
@@ -138,10 +147,22 @@ def _conversation(index: int, row: Any, source: str) -> Conversation:
     # JSON can spell half a pair: "\ud83d"
     if not all(is_unicode(text) for text in (*turns, named, *(message["content"] for message in opening))):
         raise RequestError("text that is not valid Unicode (half a surrogate pair)")
-    return Conversation(index, named, tuple(turns), tuple(opening))
+    return Conversation(found.index, named, tuple(turns), tuple(opening))
 
 
 _NO_TEXT = "an empty turn, or one that is no text"
+
+TOLD = 6
+"""Reasons, and names of fields, that are told at most."""
+
+LONGEST_NAME = 40
+"""Characters of a field's name that are told."""
+
+
+def _check_carried(item: dict[str, Any]) -> None:
+    for key in NOT_CARRIED:
+        if item.get(key) not in (None, "", "[]", [], {}):
+            raise RequestError(f"'{key}', which cannot be handed on to the target")
 
 
 def _chat(row: dict[str, Any]) -> list[Any]:
@@ -165,6 +186,7 @@ def _message(item: Any) -> dict[str, str]:
         return {"role": "user", "content": item}
     if not isinstance(item, dict):
         raise RequestError(_NO_TEXT)
+    _check_carried(item)
     said = item.get("from") if item.get("role") is None else item["role"]
     role = ROLES.get(said.lower()) if isinstance(said, str) else None
     if role == "tool" or any(item.get(key) for key in ("tool_calls", "function_call")):

@@ -239,7 +239,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = datasets.read(str(file))
     assert (found.name, len(found.talks)) == ("mine", 20)
-    assert "1 with an empty turn" in str(found.note), "rows that cannot be used are told"
+    assert "1 with none of the fields" in str(found.note), "rows that cannot be used are told"
     with pytest.raises(RequestError, match="does not exist"):
         datasets.read("/nowhere/prompts.jsonl")
     with pytest.raises(RequestError, match="no alpaca-sample ships"):

@@ -146,6 +146,21 @@ def test_features_are_the_targets_hidden_states() -> None:
     torch.testing.assert_close(taps[:, :32], hidden[1][0])
 
 
+def test_the_figures_do_not_depend_on_a_cache(tmp_path: Path) -> None:
+    target = tiny.target("qwen3")
+    sequences = corpora.answers(target, 4)
+    run = corpora.trainer(target, sequences, tmp_path / "out", precision="bf16", steps=30)
+    run.run()
+    with torch.autocast("cpu", torch.bfloat16):
+        have = compute(target, (0, 3), True, sequences[0].ids)
+    want = compute(target, (0, 3), True, sequences[0].ids)
+    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
+    without = run.measure()
+    run.features = Features(target, run.features.taps, False, tmp_path / "cache")
+    run.features.prepare(sequences)
+    assert run.measure() == without
+
+
 def test_the_cache_keeps_to_its_limit_and_is_only_taken_for_what_it_holds(tmp_path: Path) -> None:
     target = tiny.target("qwen3")
     made = corpora.answers(target, 2, 12)

@@ -219,11 +219,11 @@ def test_a_prompt_without_scores_fails_alone_and_a_run_without_answers_fails(tmp
     common = ["regenerate", "--model", folder, "--data", prompts, "--max-new-tokens", 3]
     asked = [f"question {i}" + "z" * (i in (3, 8)) for i in range(12)]
     prompts.write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in asked))
-    done = run(*common, "--output", file)
+    done = run(*common, "--output", file, code=1)
     assert "failed: 2 prompts: the target's scores are not numbers (NaN)" in done.output
     assert "done: 10 answers" in done.output
     assert {record["id"] for record in read_answers(file)} == {f"{i}.0" for i in range(12) if i not in (3, 8)}
-    again = run(*common, "--output", file)
+    again = run(*common, "--output", file, code=1)
     assert "failed: 2 prompts" in again.output and len(read_answers(file)) == 10, "tried again, nothing lost"
     prompts.write_text('{"turns": ["z"]}\n{"turns": ["zz"]}\n')
     done = run(*common, "--output", tmp_path / "none.jsonl", code=1)

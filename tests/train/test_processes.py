@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -276,6 +278,80 @@ def test_a_step_is_left_out_by_all_processes_where_one_is_not_finite(monkeypatch
     run.run(until=3)
     assert all(torch.equal(a, b) for a, b in zip(before, run.draft.parameters(), strict=True))
     assert run._skipped == 3
+
+
+def test_a_signal_can_end_a_wait_for_other_processes(monkeypatch: Any, tmp_path: Path) -> None:
+    """No exchange is made while signals wait for weights and step to belong together."""
+    target = tiny.target("qwen3")
+    pretend(monkeypatch, 0.0)
+    run: Trainer = corpora.trainer(target, corpora.answers(target, 5), tmp_path)
+    monkeypatch.setattr(run.parallel, "no_sync", contextlib.nullcontext, raising=False)
+    before, heard = signal.getsignal(signal.SIGINT), []
+    monkeypatch.setattr(Pretended, "total", lambda self, value: heard.append(signal.getsignal(signal.SIGINT)) or value)
+    run.run(until=2)
+    assert heard == [before, before]
+
+
+LEFT = """
+import os, signal, sys
+sys.path[:0] = [{tests!r}, {train!r}]
+import torch
+torch.set_num_threads(1)
+import corpora, tiny
+from pathlib import Path
+from dflash.errors import ProcessLost
+from dflash.train.processes import Processes
+target = tiny.target("qwen3")
+processes = Processes.join(target.device)
+run = corpora.trainer(target, corpora.answers(target, 4, 12), Path({folder!r}), steps=9)
+
+def leave(progress):
+    if progress.step == 3 and processes.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+try:
+    run.run(report=leave)
+except ProcessLost as error:
+    print("told:", error)
+print("leaves", flush=True)
+processes.leave()
+print("left")
+"""
+
+
+def test_what_was_done_is_kept_where_another_process_ends(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    script = tmp_path / "left.py"
+    script.write_text(LEFT.format(tests=str(here.parent), train=str(here), folder=str(tmp_path / "out")))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    both = []
+    for rank in (0, 1):
+        own = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environ = {**os.environ, **own, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(script)]
+        both.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+    (out, err), _ = (process.communicate(timeout=240) for process in both)
+    saved = tmp_path / "out" / "checkpoints" / "step-3"
+    assert saved.is_dir(), err
+    assert both[0].returncode == 0, err
+    assert "told: another process of this run has ended" in out
+    assert f"; step 3 is saved in {saved}: go on with the same command and --resume" in out
+    assert out.endswith("leaves\nleft\n"), "nothing is wanted of the others at the end"
+
+
+def test_signals_end_a_process_that_waits_for_the_others_to_leave(monkeypatch: Any) -> None:
+    """At once: it may wait in code that Python's handlers do not interrupt."""
+    found = []
+    monkeypatch.setattr(Processes, "wait", lambda self: found.append(signal.getsignal(signal.SIGTERM)))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        Processes(0, 2).leave()
+        assert found == [signal.SIG_DFL]
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_only_the_first_process_writes(monkeypatch: Any, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +244,56 @@ def test_a_prompt_with_a_token_the_target_does_not_know_fails_alone(tmp_path: Pa
     assert done.done == 2
     [(reason, count)] = done.failed.items()
     assert count == 1 and "is outside the vocabulary" in reason
+
+
+def test_a_second_run_on_one_output_is_refused(target: TorchTarget, tmp_path: Path) -> None:
+    file = tmp_path / "new" / "a.jsonl"
+    told = []
+
+    def begin_another(progress: Progress) -> None:
+        with pytest.raises(
+            ValueError, match=r"another run is writing .*a.jsonl: wait until it has ended, or"
+        ) as caught:
+            regenerate(target, None, TALKS, file.parent / ".." / "new" / "a.jsonl", settings())
+        told.append(caught)
+
+    done = regenerate(target, None, TALKS, file, settings(), report=begin_another)
+    assert told
+    assert done.done == len(read_answers(file)) == 7
+    assert regenerate(target, None, TALKS, file, settings()).done == 7, "it is free again"
+
+
+def test_a_run_that_was_killed_keeps_no_other_from_going_on(target: TorchTarget, tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+from dflash.only import only_run
+with only_run(Path({str(tmp_path / "a.jsonl")!r})):
+    print("writes", flush=True)
+    signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline()
+        with pytest.raises(ValueError, match="another run is writing"):
+            regenerate(target, None, TALKS, tmp_path / "a.jsonl", settings())
+        other.kill()
+    assert regenerate(target, None, TALKS, tmp_path / "a.jsonl", settings()).done == 7
+
+
+def test_several_answers_of_one_id_are_told(target: TorchTarget, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    regenerate(target, None, TALKS, file, settings())
+    once = file.read_bytes()
+    file.write_bytes(once + once.split(b"\n")[0] + b"\n")
+    with pytest.raises(ValueError, match=r"has several answers of the id \d\.0, as of two runs at once"):
+        regenerate(target, None, TALKS, file, settings())
+
+
+def test_only_what_is_asked_for_is_counted(target: TorchTarget, tmp_path: Path) -> None:
+    regenerate(target, None, TALKS, tmp_path / "a.jsonl", settings())
+    done = regenerate(target, None, TALKS[1:2], tmp_path / "a.jsonl", settings())
+    assert (done.done, done.total) == (2, 2)
 
 
 def test_a_file_that_holds_no_answers_is_refused(tmp_path: Path) -> None:

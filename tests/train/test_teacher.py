@@ -128,6 +128,26 @@ def test_a_target_whose_scores_cannot_be_had_from_hidden_states_is_refused_for_k
     assert not (tmp_path / "kl").exists(), "refused before anything is written"
 
 
+class Never(transformers.LlamaForCausalLM):
+    """Fails where its decoder is stood in for."""
+
+    def forward(self, input_ids: Any = None, cache: Any = None, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
+        if input_ids is None:
+            raise RuntimeError("no input")
+        return super().forward(input_ids, cache=cache, logits_to_keep=logits_to_keep, **kwargs)
+
+
+@pytest.mark.parametrize("vocabulary", ["reduced", "full"])
+def test_what_fails_the_same_is_not_advised(vocabulary: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    made = TorchTarget(Never(tiny.config("llama")).eval(), tiny.tokenizer(), "odd")
+    train = corpora.answers(made, 4, 12)
+    with pytest.raises(
+        ValueError, match=r"cannot be computed from its last hidden states \(no input\): train with --loss ce$"
+    ):
+        corpora.trainer(made, train, tmp_path, vocabulary=vocabulary, loss="kl")
+
+
 def test_scores_from_hidden_states_leave_the_model_as_it_is() -> None:
     made = target("falcon-h1")
     before = dict(made.model.named_modules())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from dflash.cli.pair import Wanted, draft_options, load_pair
 from dflash.cli.progress import meter
 from dflash.errors import RequestError
 from dflash.launcher import own_device
+from dflash.only import only_run
 
 if TYPE_CHECKING:
     from dflash.benchmark.answers import Record
@@ -243,7 +245,8 @@ def benchmark(
             draft_revision, trust_remote_code, draft_sliding_window_size, draft_bits, draft_min_confidence,
         )  # fmt: skip
         bench = _of_pair(pair, assistant, asking, at_once, split, wanted)
-    _measure(bench, settings, asked, asking, repeats, seed, output, share)
+    with contextlib.nullcontext() if output is None or share.rank else only_run(output):
+        _measure(bench, settings, asked, asking, repeats, seed, output, share)
 
 
 @dataclass(frozen=True)
@@ -357,7 +360,7 @@ def _measure(
         _finish(_results(bench, settings, where, records, complete, asked, asking), output)
     if not complete:
         if share.rank:
-            raise typer.Exit(stopping.INTERRUPTED)  # the first process speaks for all
+            raise stopping.stopped(None)  # the first process speaks for all
         kept = "the figures are of the answers so far" if records else "before the first answer"
         how = "with --output it could be gone on with"
         if output is not None:

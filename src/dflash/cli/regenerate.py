@@ -16,7 +16,7 @@ from dflash.cli.prompts import tell_skipped
 from dflash.sampling import SamplingParams
 
 FAILED = 1
-"""Exit status when no prompt was answered."""
+"""Exit status when a prompt was not answered."""
 
 
 def regenerate(
@@ -52,7 +52,8 @@ def regenerate(
 ) -> None:
     """Answer prompts with the target, in batches, and keep the tokens of prompts and answers.
 
-    A prompt that fails is counted with its reason, and tried again when the run is gone on with.
+    A prompt that fails is counted with its reason, and tried again when the run is gone on with; the exit status is
+    then 1.
     """
     kind = drafter or ("dflash" if draft else "none")
     wanted = Wanted(
@@ -86,6 +87,8 @@ def regenerate(
     for reason, count in done.failed.items():
         console.say("failed", f"{count} prompts: {reason}", "bold yellow")
     if not done.done:
-        console.say("error", f"no prompt was answered, {output} holds no answers", "bold red")
+        console.say("error", f"no prompt was answered, {output} holds no answers to them", "bold red")
+    else:
+        console.say("done", f"{done.done} answers in {output}", "bold green")
+    if done.failed:
         raise typer.Exit(FAILED)
-    console.say("done", f"{done.done} answers in {output}", "bold green")

@@ -23,9 +23,19 @@ def take_sigterm_as_interrupt() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-def stopped(message: str) -> typer.Exit:
-    """Say what is kept and how to go on. What this returns is to be raised."""
-    console.say("stopped", message, "bold yellow")
+def stopped(message: str | None) -> typer.Exit:
+    """Say what is kept and how to go on. What this returns is to be raised.
+
+    From now on further signals are ignored, where the process is the command's own: all is done, and the status stands.
+
+    Args:
+        message: None where another process speaks for all.
+    """
+    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    if message is not None:
+        console.say("stopped", message, "bold yellow")
     return typer.Exit(INTERRUPTED)
 
 

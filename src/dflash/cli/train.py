@@ -124,7 +124,7 @@ def train(
         measured = _run(replace(wanted, device=own_device(device)), job)
     except KeyboardInterrupt as interrupt:
         if not is_first():
-            raise typer.Exit(stopping.INTERRUPTED) from interrupt  # the first process speaks for all
+            raise stopping.stopped(None) from interrupt  # the first process speaks for all
         raise stopping.stopped(_kept(job)) from interrupt
     if measured is not None:
         console.say("held out", f"{measured.length:.2f} tokens a round", "bold green")

@@ -154,11 +154,15 @@ def _holds(file: Path, part: SequenceOf[Sequence]) -> bool:
 def compute(
     target: TorchTarget, taps: tuple[int, ...], final: bool, ids: SequenceOf[int]
 ) -> tuple[Tensor, Tensor | None]:
-    """One sequence through the target: what it taps, and its last hidden states."""
+    """One sequence through the target: what it taps, and its last hidden states.
+
+    In the target's own dtype, also inside an autocast: numbers do not depend on whether they come from the cache.
+    """
     session = target.start(1, taps, 1, CHUNK)
     assert isinstance(session, TorchSession)
     chunks: list[Tensor] = []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autocast(target.device.type, enabled=False))
         last = stack.enter_context(target.scoring.watched()) if final else []
         for first in range(0, len(ids), CHUNK):
             part = list(ids[first : first + CHUNK])

@@ -19,7 +19,7 @@ from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.head import rows_of
 from dflash.backends.torch.target import TorchTarget
 from dflash.draft_config import DFlashConfig
-from dflash.errors import DFlashError, RequestError
+from dflash.errors import DFlashError, ProcessLost, RequestError
 from dflash.train import checkpoint
 from dflash.train.blocks import Batch, block_states, layer_over_context, recomputed
 from dflash.train.data import Corpus, Plan, Sequence
@@ -151,7 +151,8 @@ class Trainer:
         self.learner = Learner(draft, target, recipe, vocabulary)
         self.parallel: nn.Module = self.learner
         if self.processes.world > 1:
-            self.parallel = nn.parallel.DistributedDataParallel(self.learner)
+            with self.processes.exchanging():
+                self.parallel = nn.parallel.DistributedDataParallel(self.learner)
         self._outside = torch.empty(0, dtype=torch.long)
         if vocabulary is not None:
             outside = torch.ones(target.vocab_size, dtype=torch.bool)
@@ -209,18 +210,33 @@ class Trainer:
     ) -> Progress:
         """Train to the last step (or to ``until``), measuring and saving at intervals.
 
-        Interrupted (KeyboardInterrupt), the last whole step is saved.
+        Interrupted (KeyboardInterrupt), or left by another process, the last whole step is saved.
 
         Args:
             report: called at the start and after every step.
+
+        Raises:
+            ProcessLost: of several processes, another one has ended.
         """
         try:
-            return self._run(log_every, measure_every, save_every, until, report)
-        except KeyboardInterrupt:
-            self._count_time()
-            if self.step:
-                self.save()
+            with self.processes.exchanging():
+                return self._run(log_every, measure_every, save_every, until, report)
+        except (KeyboardInterrupt, ProcessLost) as end:
+            with whole():  # a second signal waits until what was done is kept
+                self._count_time()
+                if self.step:
+                    self.save()
+            if isinstance(end, ProcessLost):
+                raise ProcessLost(self._left()) from end
             raise
+
+    def _left(self) -> str:
+        """What a run is left with where another process has ended, and how to go on."""
+        last = checkpoint.latest(self.output / "checkpoints")
+        told = "another process of this run has ended (see why it did)"
+        if last is None:
+            return f"{told} before the end of the first step: begin again with the same command"
+        return f"{told}; step {checkpoint.step_of(last)} is saved in {last}: go on with the same command and --resume"
 
     def _run(
         self,
@@ -308,8 +324,10 @@ class Trainer:
             seconds["compute"] += time.perf_counter() - clock
             clock = time.perf_counter()
         norm = float(nn.utils.clip_grad_norm_(self.draft.parameters(), self.recipe.clip))
+        sound = math.isfinite(norm) and math.isfinite(loss_sum)
+        sound = self.processes.total(float(not sound)) == 0  # asked here: a signal must end a wait for other processes
         with whole():  # weights, optimisers and the number of the step belong together
-            self._update(math.isfinite(norm) and math.isfinite(loss_sum))
+            self._update(sound)
             if not self._skipped:
                 totals["loss"] += loss_sum
                 totals["slots"] += slots / self.processes.world
@@ -319,8 +337,12 @@ class Trainer:
             self.step += 1
 
     def _update(self, finite: bool) -> None:
-        """One step of the optimisers; a step that is not finite is left out, several in a row end the run."""
-        if self.processes.total(float(not finite)) != 0:
+        """One step of the optimisers; a step that is not finite is left out, several in a row end the run.
+
+        Args:
+            finite: whether loss and gradient are, in every process.
+        """
+        if not finite:
             self._skipped += 1
             self._log({"step": self.step, "skipped": "loss or gradient is not finite"})
             if self._skipped >= PATIENCE:

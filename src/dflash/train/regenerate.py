@@ -19,6 +19,7 @@ from dflash import jsontext
 from dflash.decode import Request, check_prompts, decode
 from dflash.errors import NonFiniteScores, RequestError
 from dflash.generate import DraftLike, as_drafter, new_output
+from dflash.only import only_run
 from dflash.prompts import Conversation
 from dflash.protocols import Target
 from dflash.sampling import SamplingParams
@@ -44,7 +45,14 @@ class Settings:
 
 @dataclass
 class Progress:
-    """How far a run is."""
+    """How far a run is.
+
+    Attributes:
+        total: turns of the conversations that are to be answered.
+        done: those of them that are, by this run or one before it.
+        tokens: of this run.
+        failed: reason -> number of turns that could not be answered.
+    """
 
     total: int
     done: int = 0
@@ -79,13 +87,28 @@ def regenerate(
         report: called at the start and after every round of the loop.
 
     Raises:
-        RequestError: ``output`` holds answers made with other settings or to other prompts, or is no file of answers.
+        RequestError: ``output`` holds answers made with other settings or to other prompts, or several to one, or is no
+            file of answers; or another run is writing it.
     """
-    done = {record["id"]: record for record in read_answers(output)}
+    with only_run(output):
+        return _answer_all(target, draft, conversations, output, settings, batch_size, report)
+
+
+def _answer_all(
+    target: Target,
+    draft: DraftLike,
+    conversations: list[Conversation],
+    output: Path,
+    settings: Settings,
+    batch_size: int,
+    report: Callable[[Progress], None],
+) -> Progress:
+    done = _by_id(output)
     _check_settings(output, settings)
     _check_prompts(output, done, conversations, settings)
     _mend(output)
-    progress = Progress(sum(len(c.turns) for c in conversations), len(done))
+    asked = [f"{c.index}.{turn}" for c in conversations for turn in range(len(c.turns))]
+    progress = Progress(len(asked), sum(one in done for one in asked))
     report(progress)
     with output.open("a", encoding="utf-8") as file:
         for turn in range(max(len(c.turns) for c in conversations)):
@@ -97,6 +120,22 @@ def regenerate(
                     os.fsync(file.fileno())
                     done[record["id"]] = record
     return progress
+
+
+def _by_id(output: Path) -> dict[str, dict[str, Any]]:
+    """
+    Raises:
+        RequestError: several answers have one id.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for record in read_answers(output):
+        if record["id"] in found:
+            raise RequestError(
+                f"{output} has several answers of the id {record['id']}, as of two runs at once or of files that were "
+                "joined: leave one line of each id in it, or give another --output"
+            )
+        found[record["id"]] = record
+    return found
 
 
 def read_answers(path: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.load import load_draft
 from dflash.backends.torch.target import TorchTarget
 from dflash.errors import RequestError
+from dflash.only import only_run
 from dflash.train import checkpoint
 from dflash.train.data import Corpus, read_corpus
 from dflash.train.evaluate import Acceptance
@@ -94,7 +95,7 @@ def train(
     returns what it measured.
 
     Raises:
-        DFlashError: as ``Trainer``, ``read_corpus`` and ``DFlashConfig``.
+        DFlashError: as ``Trainer``, ``read_corpus`` and ``DFlashConfig``; or another run is writing the output.
     """
     processes = Processes.join(target.device)
     check_output(job.output, job.resume)
@@ -111,14 +112,15 @@ def train(
     features = Features(
         target, draft.config.target_layer_ids, LossMix.parse(job.recipe.loss).needs_teacher, job.cache, job.cache_limit
     )
-    run = Trainer(draft, target, corpus, features, job.recipe, job.output, job.resume)
-    features.prepare([*corpus.train, *corpus.held_out], caching, processes)
-    last = run.run(log_every=job.log_every, measure_every=job.measure_every, save_every=job.save_every, report=report)
-    measured = last.measured
-    if processes.first:
-        if measured is None and corpus.held_out:  # there was no step left to take
-            measured = run.measure()
-        finish(target, job, corpus, draft, measured, run.spent, settings)
+    with only_run(job.output) if processes.first else contextlib.nullcontext():
+        run = Trainer(draft, target, corpus, features, job.recipe, job.output, job.resume)
+        features.prepare([*corpus.train, *corpus.held_out], caching, processes)
+        every = {"log_every": job.log_every, "measure_every": job.measure_every, "save_every": job.save_every}
+        measured = run.run(**every, report=report).measured
+        if processes.first:
+            if measured is None and corpus.held_out:  # there was no step left to take
+                measured = run.measure()
+            finish(target, job, corpus, draft, measured, run.spent, settings)
     processes.leave()
     return measured
 

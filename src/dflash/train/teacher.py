@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dflash.backends.torch.head import rows_of
 from dflash.backends.torch.target import TorchTarget
@@ -30,22 +30,37 @@ def check_teacher(target: TorchTarget, ids: Sequence[int], rows: Tensor | None) 
     tokens = torch.tensor([list(ids[:TOKENS])], device=target.device)
     with target.scoring.watched() as last:
         own = target.model(tokens).logits
+    _compare(target, last[0], None, own, "train with --loss ce")
+    if rows is not None:
+        advice = "train with --vocabulary full, or with --loss ce"
+        _compare(target, last[0], rows_of(target.anatomy.head, rows), own[..., rows], advice)
+
+
+def _compare(target: TorchTarget, hidden: Tensor, head: nn.Module | None, own: Tensor, advice: str) -> None:
+    """
+    Args:
+        hidden: last hidden states [rows, T, hidden].
+        head: for some rows of the vocabulary; None for all.
+        own: the model's scores of these rows.
+        advice: what to do where they differ.
+
+    Raises:
+        UnsupportedTarget: they differ by more than rounding, or cannot be computed.
+    """
     share = 1e-3 if target.model.dtype == torch.float32 else 2e-2
-    part = None if rows is None else rows_of(target.anatomy.head, rows)
     try:
-        same = _same(target.logits(last[0]), own, share)
-        same_rows = rows is None or _same(target.logits(last[0], part), own[..., rows], share)
+        same = _same(target.logits(hidden, head), own, share)
     except torch.OutOfMemoryError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedTarget(
             f"{target.name}: its scores cannot be computed from its last hidden states "
-            f"({' '.join(str(error).split()) or type(error).__name__}): {_advice(rows)}"
+            f"({' '.join(str(error).split()) or type(error).__name__}): {advice}"
         ) from error
-    if not same or not same_rows:
+    if not same:
         raise UnsupportedTarget(
             f"{target.name}: scores computed from its last hidden states are not its own, so another distribution "
-            f"would be taught: {_advice(None if not same else rows)}"
+            f"would be taught: {advice}"
         )
 
 
@@ -53,7 +68,3 @@ def _same(have: Tensor, want: Tensor, share: float) -> bool:
     """Up to rounding by this share of a score, or of their usual size."""
     have, want = have.float(), want.float()
     return torch.allclose(have, want, rtol=share, atol=share * float(want.abs().median()))
-
-
-def _advice(rows: Tensor | None) -> str:
-    return "train with --loss ce" if rows is None else "train with --vocabulary full, or with --loss ce"
