@@ -17,7 +17,7 @@ from dflash.errors import RequestError
 from dflash.train import checkpoint
 from dflash.train.data import Corpus, read_corpus
 from dflash.train.evaluate import Acceptance
-from dflash.train.features import Features
+from dflash.train.features import Features, compute
 from dflash.train.files import write
 from dflash.train.loop import Progress, Trainer, check_output, config_of_run
 from dflash.train.loss import LossMix
@@ -108,6 +108,7 @@ def train(
         + "".join(f"; skipped {count}: {reason}" for reason, count in corpus.skipped.items())
     )
     draft = make_draft(target, job.shape, job.recipe.seed)
+    compute(target, draft.config.target_layer_ids, False, corpus.train[0].ids[:1])  # one that cannot be tapped is told
     features = Features(
         target, draft.config.target_layer_ids, LossMix.parse(job.recipe.loss).needs_teacher, job.cache, job.cache_limit
     )
@@ -128,7 +129,7 @@ def make_draft(target: TorchTarget, shape: Shape, seed: int) -> DFlashDraftModel
 
     Raises:
         RequestError: an unsafe mask token, impossible taps, or a start of another shape.
-        IncompatibleDraft: a start that was made for another target.
+        IncompatibleDraft: a start that was made for another target, or a target that no draft can be made for.
     """
     if shape.start not in STARTS:
         return _gone_on_from(target, shape)
@@ -146,6 +147,7 @@ def make_draft(target: TorchTarget, shape: Shape, seed: int) -> DFlashDraftModel
         sliding_window=shape.sliding_window,
     )
     draft = DFlashDraftModel(config)
+    draft.check_fit(target)
     initialise(draft, target, shape.start, seed)
     return draft.to(target.device)
 

@@ -34,6 +34,7 @@ from dflash.backends.torch.head import arranged
 from dflash.backends.torch.target import TorchTarget
 from dflash.backends.torch.verify import draw, probabilities
 from dflash.checkpoint import HEAD
+from dflash.compat import misfit
 from dflash.draft_config import DFlashConfig, check_window
 from dflash.errors import IncompatibleDraft, RequestError
 from dflash.protocols import NOTHING, Features, Proposal, Target
@@ -146,8 +147,10 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         """Whether it was made for a target; of each target this is asked once.
 
         Raises:
-            IncompatibleDraft: see ``compat.check_fit``; or it comes with an embedding or a head of another target.
+            IncompatibleDraft: see ``compat.check_fit``; or it comes with an embedding or a head of another target, or
+                the target's are not as wide as its layers.
         """
+        self._check_widths(target)
         if target in self._records:
             return
         head, embedding = target.anatomy.head, target.anatomy.embedding
@@ -158,6 +161,17 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
             lambda tensor, file: is_copy(tensor, file, cast("Tensor", (head if tensor == HEAD else embedding).weight)),
         )
         self._records[target] = Record(self.name, target.name)
+
+    def _check_widths(self, target: TorchTarget) -> None:
+        """Whether the layers, the embedding and the head of a target are alike: all pass through the same draft."""
+        for part, width in target.anatomy.widths.items():
+            if width != target.hidden_size and (part == "embedding" or self.lm_head is None):
+                raise misfit(
+                    self.name,
+                    target,
+                    f"its layers are {target.hidden_size} wide and its {part} {width}, which one draft cannot read: "
+                    "use n-grams or plain decoding",
+                )
 
     def _target_ids(self) -> Tensor | None:
         """[draft_vocab_size]: the target's ids of the tokens of a reduced vocabulary."""
