@@ -94,7 +94,7 @@ def train(
     returns what it measured.
 
     Raises:
-        DFlashError: as ``Trainer``, ``read_corpus`` and ``DFlashConfig``.
+        DFlashError: as ``Trainer``, ``read_corpus``, ``make_draft`` and ``Target.start``.
     """
     processes = Processes.join(target.device)
     check_output(job.output, job.resume)
@@ -108,7 +108,8 @@ def train(
         + "".join(f"; skipped {count}: {reason}" for reason, count in corpus.skipped.items())
     )
     draft = make_draft(target, job.shape, job.recipe.seed)
-    compute(target, draft.config.target_layer_ids, False, corpus.train[0].ids[:1])  # one that cannot be tapped is told
+    # Any token will do: a target that cannot be tapped is refused before anything is written.
+    compute(target, draft.taps, False, [draft.config.mask_token_id])
     features = Features(
         target, draft.config.target_layer_ids, LossMix.parse(job.recipe.loss).needs_teacher, job.cache, job.cache_limit
     )
