@@ -396,9 +396,10 @@ def _attach(module: nn.Module, hook: _Tap | _RecordOutput) -> None:
 
 
 def _attach_brackets(model: nn.Module) -> None:
+    """Around a whole forward: the first is put before a user's hooks, which may fail, and the last is always called."""
     begin, end = _Begin(), _End()
     if begin not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(begin, with_kwargs=True)
+        model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
 
 
