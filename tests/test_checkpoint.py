@@ -164,6 +164,14 @@ def test_tensors_that_do_not_fit_the_config_are_refused_by_name(folder: Path, wh
     assert "my-draft" in only_line(caught)
 
 
+def test_a_folder_in_the_place_of_the_weights_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read") as caught:
+        dflash.load_draft(folder)
+    only_line(caught)
+
+
 def test_a_mask_embedding_of_the_drafts_own_is_refused_unopened(folder: Path) -> None:
     (folder / "mask_embedding.pt").write_bytes(b"a pickle")
     with pytest.raises(CheckpointError, match=r"my-draft has a mask embedding of its own") as caught:

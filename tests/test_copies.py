@@ -274,6 +274,10 @@ WRONG: dict[str, tuple[Edit, str]] = {
     "a token twice": (lambda t: t["d2t"].copy_(5 - torch.arange(20)), "d2t must give each"),
     "beyond the vocabulary": (lambda t: t["d2t"].fill_(45), "d2t must give each"),
     "before the vocabulary": (lambda t: t["d2t"].fill_(-1), "d2t must give each"),
+    "no whole numbers, nor numpy's": (
+        lambda t: t.update({"d2t": torch.zeros(20, dtype=torch.bfloat16)}),
+        "whole numbers, not BF16",
+    ),
     "no whole numbers": (lambda t: t.update({"d2t": torch.zeros(20)}), "whole numbers"),
     "another mask": (lambda t: t.update({"t2d": mask_of(torch.arange(20))}), "t2d and d2t"),
 }

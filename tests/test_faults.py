@@ -11,6 +11,7 @@ import torch
 
 import fakes
 import tiny
+from dflash.backends.torch.check import check_rollback
 from dflash.backends.torch.target import TorchTarget
 from dflash.backends.torch.verify import TorchVerifier
 from dflash.decode import Request, decode
@@ -32,8 +33,10 @@ def target_with_nan(backend: str, architecture: str, token: int) -> Any:
     """A target that computes NaN wherever it reads one token."""
     if backend == "torch":
         made = tiny.model(architecture)
+        of = TorchTarget(made, tiny.tokenizer(), architecture)
+        check_rollback(of)  # while it is sound
         made.get_input_embeddings().weight.data[token] = NAN
-        return TorchTarget(made, tiny.tokenizer(), architecture)
+        return of
     import tiny_mlx
     from dflash.backends.mlx.target import MlxTarget
 
@@ -80,6 +83,18 @@ def test_a_draft_whose_tokens_are_nan_to_the_target_changes_nothing(backend: str
         oracle = fakes.OracleDrafter(5, [[*PROMPTS[i], *plain[i]] for i in rows], choose)
         assert answers(broken, oracle, [PROMPTS[i] for i in rows], SamplingParams()) == [plain[i] for i in rows]
         assert oracle.proposals > 2
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rows_are_padded_with_nothing_that_they_do_not_hold(backend: str, architecture: str) -> None:
+    prompts = [[*PROMPTS[0]], [*PROMPTS[1]], [33]]
+    expected = answers(sound_target(backend, architecture), NoDrafter(), prompts, SamplingParams())
+    for token in {0, unused(*prompts, *expected)}:
+        if any(token in text for text in expected):
+            continue
+        of = target_with_nan(backend, architecture, token)
+        assert answers(of, NoDrafter(), prompts, SamplingParams()) == expected
 
 
 @pytest.mark.parametrize("verification", ["match", "rejection"])
@@ -198,29 +213,29 @@ def test_nan_passes_no_self_check(backend: str, monkeypatch: Any) -> None:
         return scores * NAN if rows.lengths == [7] else scores
 
     if backend == "torch":
-        from dflash.backends.torch.load import check_rollback
-
         of: Any = TorchTarget(tiny.model("qwen3"), tiny.tokenizer(), "tiny")
-        read = of.forward
-        monkeypatch.setattr(of, "forward", lambda held, *more: spoiled(held.rows, read(held, *more)))
+        read = TorchTarget.forward
+        monkeypatch.setattr(TorchTarget, "forward", lambda self, held, *a: spoiled(held.rows, read(self, held, *a)))
+        check: Any = check_rollback
     else:
         import tiny_mlx
-        from dflash.backends.mlx.load import check_rollback
+        from dflash.backends.mlx.load import check_rollback as check
         from dflash.backends.mlx.target import MlxSession
 
         of = tiny_mlx.target("qwen3")
         forward = MlxSession.forward
         monkeypatch.setattr(MlxSession, "forward", lambda self, *a: spoiled(self.cache.rows, forward(self, *a)))
     with pytest.raises(UnsupportedTarget, match="relative error nan"):
-        check_rollback(of)
+        check(of)
 
 
 @pytest.mark.parametrize("spoiled", [0, 1, 40, 63])
 def test_a_difference_where_the_target_gives_nan_cannot_be_told(spoiled: int) -> None:
     """Sorting drops a NaN or not, by where it stands."""
     made = tiny.model("qwen3")
-    made.lm_head.weight.data[spoiled] = NAN
     of = TorchTarget(made, tiny.tokenizer(), "tiny")
+    check_rollback(of)  # while it is sound
+    made.lm_head.weight.data[spoiled] = NAN
     with pytest.raises(NonFiniteScores, match="where the two answers part"):
         first_difference(of, "bfloat16", PROMPTS[0], [1, 2, 3], [1, 2, 4])
 

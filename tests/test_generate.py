@@ -17,6 +17,7 @@ import dflash
 import fakes
 import tiny
 from dflash.backends.torch import cache
+from dflash.backends.torch.check import check_rollback
 from dflash.backends.torch.target import TorchTarget
 from dflash.decode import Request, decode
 from dflash.drafters import BothDrafters, NGramDrafter, NoDrafter
@@ -335,8 +336,9 @@ def test_a_dropped_stream_frees_its_caches() -> None:
 
 def test_nan_scores_of_the_target_are_an_error() -> None:
     broken = tiny.model("llama")
-    broken.lm_head.weight.data[0, 0] = float("nan")
     of = TorchTarget(broken, tiny.tokenizer(), "broken")
+    check_rollback(of)  # while it is sound
+    broken.lm_head.weight.data[0, 0] = float("nan")
     with pytest.raises(NonFiniteScores, match="NaN"):
         list(decode(of, NoDrafter(), [Request(PROMPT, SamplingParams(), Output(str, 4))], block_size=1))
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import tiny
-from dflash.backends.torch.load import check_rollback
+from dflash.backends.torch.check import check_rollback
 from dflash.backends.torch.target import Reading, TorchTarget
 from dflash.decode import Request, decode
 from dflash.drafters import NGramDrafter, NoDrafter

@@ -13,14 +13,16 @@ from torch import nn
 import fakes
 import tiny
 from dflash.backends.torch import cache as cache_module
-from dflash.backends.torch.load import check_rollback
+from dflash.backends.torch import target as target_module
+from dflash.backends.torch.check import check_rollback
 from dflash.backends.torch.target import Reading, TorchTarget
 from dflash.decode import Request, decode
 from dflash.drafters import NGramDrafter, NoDrafter
-from dflash.errors import RequestError, UnsupportedTarget
+from dflash.errors import IncompatibleDraft, RequestError, UnsupportedTarget
 from dflash.limits import Output
 from dflash.protocols import Proposal
 from dflash.sampling import SamplingParams
+from dflash.train.run import Shape, make_draft
 
 PROMPT = [11, 3, 60, 7, 22]
 
@@ -104,15 +106,136 @@ def test_taps_are_the_outputs_of_decoder_layers_wherever_these_sit(name: str) ->
     torch.testing.assert_close(tapped[0], outputs[1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bloom", "longcat-flash"])
-def test_a_draft_reads_layers_that_sit_elsewhere(name: str) -> None:
-    target = tiny.target(name)
-    ids = torch.tensor([PROMPT])
-    own = target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
-    done = [Output(lambda ids: "", 20) for _ in range(2)]
-    for _ in decode(target, tiny.draft(target), [Request(PROMPT, SamplingParams(), o) for o in done], block_size=5):
+def answers(target: TorchTarget, drafter: Any, prompts: list[list[int]], count: int = 20) -> list[list[int]]:
+    done = [Output(lambda ids: "", count) for _ in prompts]
+    rows = [Request(prompt, SamplingParams(), output) for prompt, output in zip(prompts, done, strict=True)]
+    for _ in decode(target, drafter, rows, block_size=max(drafter.block_size, 2)):
         pass
-    assert [o.tokens for o in done] == [own[0, 5:].tolist()] * 2
+    return [output.tokens for output in done]
+
+
+MANY_STREAMS = "gemma3n"
+"""Its layers pass on several streams at once: no draft can be made for that."""
+
+
+@pytest.mark.parametrize("name", [name for name in tiny.ARCHITECTURES if name != MANY_STREAMS])
+def test_a_draft_reads_every_architecture_and_changes_no_answer(name: str) -> None:
+    target = tiny.target(name)
+    prompts = [PROMPT, PROMPT[:2]]
+    plain = answers(target, NoDrafter(), prompts)
+    assert answers(target, tiny.draft(target, block_size=5), prompts) == plain
+    assert [answers(target, tiny.draft(target, block_size=5), [prompt])[0] for prompt in prompts] == plain
+
+
+@pytest.mark.parametrize("prompts", [[PROMPT], [PROMPT, PROMPT[:2]]], ids=["a row", "rows"])
+def test_a_target_whose_layers_pass_on_several_streams_is_refused_to_drafts_only(prompts: list[list[int]]) -> None:
+    target = tiny.target(MANY_STREAMS)
+    with pytest.raises(UnsupportedTarget, match="a draft cannot read the layers of gemma3n, whose outputs") as caught:
+        answers(target, tiny.draft(target), prompts)
+    assert "n-grams or plain decoding" in str(caught.value)
+    assert answers(target, NGramDrafter(4, 2, 1), prompts) == answers(target, NoDrafter(), prompts)
+
+
+NARROW: dict[str, tuple[Any, str]] = {
+    "OPT": (
+        lambda: transformers.OPTForCausalLM(
+            transformers.OPTConfig(
+                vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=4, num_attention_heads=4,
+                max_position_embeddings=128, word_embed_proj_dim=16,
+            )
+        ),
+        "its embedding 16",
+    ),
+    "RemBERT": (
+        lambda: transformers.RemBertForCausalLM(
+            transformers.RemBertConfig(
+                **{**tiny._BASE, "pad_token_id": None}, input_embedding_size=32, output_embedding_size=24,
+                is_decoder=True,
+            )
+        ),
+        "its head 24",
+    ),
+}  # fmt: skip
+"""Models that project between their layers and their embedding or head -> what a draft is told."""
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_target_whose_embedding_or_head_has_another_width_is_refused_to_drafts_only(name: str) -> None:
+    make, message = NARROW[name]
+    torch.manual_seed(0)
+    target = TorchTarget(make().eval(), tiny.tokenizer(), name)
+    for draft in (tiny.draft(target), tiny.draft(target, draft_vocab_size=20)):
+        if "head" in message and draft.lm_head is not None:  # which has a head of its own
+            answers(target, draft, [PROMPT], 4)
+            continue
+        with pytest.raises(IncompatibleDraft, match=f"layers are 32 wide and {message}"):
+            answers(target, draft, [PROMPT], 4)
+    assert answers(target, NGramDrafter(4, 2, 1), [PROMPT]) == answers(target, NoDrafter(), [PROMPT])
+    shape = Shape(mask_token=63, layers=1, taps=(0, 1))
+    with pytest.raises(IncompatibleDraft, match=f"layers are 32 wide and {message}"):
+        make_draft(target, shape, 0)
+
+
+@pytest.mark.parametrize("kind", ["of this package", "of the model itself"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-next", "gpt2"])
+def test_a_hook_that_asks_the_model_something_leaves_the_answer_as_it_is(name: str, kind: str) -> None:
+    target = TorchTarget(tiny.model(name), tiny.tokenizer(), name)
+    repeating = [5, 6, 5, 6, 5, 6]
+    draft, lookup = tiny.draft(target), NGramDrafter(4, 2, 1)
+
+    def seen() -> list[torch.Tensor]:
+        tapped: list[Any] = []
+        target.start(1, (0, 3), 8, 64).prefill([repeating], lambda tokens, features: tapped.append(features.values))
+        return tapped
+
+    expected, states = [answers(target, drafter, [repeating, PROMPT]) for drafter in (draft, lookup)], seen()
+    asked: list[Any] = []
+
+    def ask(module: nn.Module, args: Any, output: Any) -> None:
+        if asked and asked[-1] == "busy":
+            return
+        asked.append("busy")
+        asked.append(
+            answers(target, NoDrafter(), [[1, 2]], 2)
+            if kind == "of this package"
+            else target.model(torch.tensor([[9, 8, 7]])).logits
+        )
+
+    hook = target.anatomy.layers[1].register_forward_hook(ask)
+    try:
+        assert [answers(target, drafter, [repeating, PROMPT]) for drafter in (draft, lookup)] == expected
+        torch.testing.assert_close(seen(), states, rtol=0, atol=0)
+    finally:
+        hook.remove()
+    assert len(asked) > 2
+
+
+def test_a_forward_that_fails_leaves_nothing_behind() -> None:
+    target = TorchTarget(tiny.model("qwen3-next"), tiny.tokenizer(), "tiny")
+    expected = answers(target, NGramDrafter(4, 2, 1), [[5, 6, 5, 6, 5, 6]])
+
+    def fail(module: nn.Module, args: Any, output: Any) -> None:
+        raise RuntimeError("of a hook")
+
+    for model in (target.model, target.anatomy.layers[2]):
+        hook = model.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="of a hook"):
+            answers(target, NGramDrafter(4, 2, 1), [PROMPT])
+        hook.remove()
+    assert not target_module._running.caches
+    assert answers(target, NGramDrafter(4, 2, 1), [[5, 6, 5, 6, 5, 6]]) == expected
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon-alibi", "bart", "gpt-neo", "qwen3"])
+def test_whoever_wraps_a_model_of_his_own_has_it_checked_on_first_use(name: str) -> None:
+    made = tiny.model(name)
+    target = TorchTarget(made, tiny.tokenizer(), name)
+    prompts = [PROMPT, PROMPT[:2]]
+    for prompt, answer in zip(prompts, answers(target, tiny.draft(target), prompts), strict=True):
+        ids = torch.tensor([prompt])
+        own = made.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        assert answer == own[0, len(prompt) :].tolist()
+    assert target.reading is tiny.target(name).reading
 
 
 def test_a_model_with_two_caches_a_layer_counts_its_layers() -> None:
@@ -149,6 +272,8 @@ def test_a_model_whose_positions_depend_on_the_tokens_is_refused() -> None:
             parameter.data.normal_(std=0.35)
     with pytest.raises(UnsupportedTarget):
         check_rollback(TorchTarget(made, tiny.tokenizer(), "roberta"))
+    with pytest.raises(UnsupportedTarget):
+        TorchTarget(made, tiny.tokenizer(), "roberta").start(1, (), 8, 64)
 
 
 class Blocks(nn.Module):

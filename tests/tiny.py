@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dflash.backends.torch.attention import group_attention
+from dflash.backends.torch.check import check_rollback
 from dflash.backends.torch.draft import DFlashDraftModel
-from dflash.backends.torch.load import check_rollback
 from dflash.backends.torch.target import TorchTarget
 from dflash.draft_config import DFlashConfig
 

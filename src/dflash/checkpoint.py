@@ -287,9 +287,10 @@ def token_offsets(folder: Path, weights: Weights, config: DFlashConfig) -> np.nd
 
     def read(name: str) -> np.ndarray:
         with safe_open(weights.places[name], framework="numpy") as tensors:
+            kind = tensors.get_slice(name).get_dtype()
+            if kind[0] not in "BIU" or kind == "BF16":  # numpy has no such floats, so it is asked before it is read
+                raise CheckpointError(f"{folder.name}: {name} must hold whole numbers, not {kind}")
             stored: np.ndarray = tensors.get_tensor(name)
-        if stored.dtype.kind not in "biu":
-            raise CheckpointError(f"{folder.name}: {name} must hold whole numbers, not {stored.dtype}")
         return stored.astype(np.int64)
 
     offsets = read(OFFSETS)
@@ -357,5 +358,5 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(file, framework="numpy") as tensors:
             return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:  # a folder of that name, or one that may not be read
         raise CheckpointError(f"{file} cannot be read ({error}): incomplete download?") from error

@@ -58,3 +58,8 @@ class ProcessLost(DFlashError):
 
 class NonFiniteScores(DFlashError, ArithmeticError):
     """The target itself produced NaN scores."""
+
+
+def one_line(error: Exception) -> str:
+    """What an error of another library says, as a part of a sentence of ours."""
+    return " ".join(str(error).split()) or type(error).__name__

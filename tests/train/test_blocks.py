@@ -15,6 +15,7 @@ import torch
 import tiny
 from dflash.backends.torch.target import TorchTarget
 from dflash.decode import Request, decode
+from dflash.errors import UnsupportedTarget
 from dflash.limits import Output
 from dflash.protocols import Features as Tapped
 from dflash.sampling import SamplingParams
@@ -22,6 +23,7 @@ from dflash.train.blocks import Batch, block_states, visible
 from dflash.train.evaluate import measure
 from dflash.train.features import Features, compute
 from dflash.train.loss import LossMix, dpace_weights, exponential_weights, slot_losses
+from dflash.train.run import Shape, make_draft
 
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}
 NARROW = {**SLIDING, "sliding_window": 2, "causal": (False, False)}  # smaller than the block
@@ -159,6 +161,23 @@ def test_the_figures_do_not_depend_on_a_cache(tmp_path: Path) -> None:
     run.features = Features(target, run.features.taps, False, tmp_path / "cache")
     run.features.prepare(sequences)
     assert run.measure() == without
+
+
+def test_features_are_those_of_the_text_whatever_other_rows_of_the_embedding_hold() -> None:
+    made = tiny.model("qwen3")
+    target = TorchTarget(made, tiny.tokenizer(), "tiny")
+    ids = [*range(1, 40)]
+    taps, _ = compute(target, (0, 3), False, ids)
+    made.get_input_embeddings().weight.data[0] = float("nan")
+    torch.testing.assert_close(compute(target, (0, 3), False, ids)[0], taps)
+
+
+def test_a_target_whose_layers_pass_on_several_streams_is_refused() -> None:
+    target = tiny.target("gemma3n")
+    draft = make_draft(target, Shape(mask_token=63, layers=1, taps=(0, 1)), 0)
+    assert draft.config.intermediate_size == 48
+    with pytest.raises(UnsupportedTarget, match="a draft cannot read the layers of gemma3n"):
+        compute(target, draft.config.target_layer_ids, False, range(1, 40))
 
 
 def test_the_cache_keeps_to_its_limit_and_is_only_taken_for_what_it_holds(tmp_path: Path) -> None:

@@ -59,6 +59,15 @@ def test_answers_are_made_and_a_second_call_has_nothing_to_do(answers: Path, tar
     assert answers.read_bytes() == before
 
 
+def test_a_target_that_no_draft_can_read_is_refused_before_anything_is_written(answers: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "several-streams"
+    tiny.model("gemma3n", vocab_size=272, vocab_size_per_layer_input=272).save_pretrained(folder)
+    tiny.make_tokenizer().save_pretrained(folder)
+    refused = run("train", "--model", folder, "--data", answers, "--output", tmp_path / "draft", *TRAIN, code=2)
+    assert "a draft cannot read the layers of several-streams" in " ".join(refused.output.split())
+    assert not list(tmp_path.glob("draft/*"))
+
+
 def test_a_draft_is_trained_resumed_and_used(answers: Path, target_folder: Path, tmp_path: Path) -> None:
     output = tmp_path / "draft"
     done = run(

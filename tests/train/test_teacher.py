@@ -100,7 +100,7 @@ class Elsewhere(transformers.LlamaForCausalLM):
     def forward(self, input_ids: Any = None, cache: Any = None, logits_to_keep: Any = 0, **kwargs: Any) -> Any:
         result = super().forward(input_ids, cache=cache, logits_to_keep=logits_to_keep, **kwargs)
         if input_ids is not None:
-            result.logits[..., 3] += input_ids.float().mean()
+            result.logits[..., 3] += 30  # at every position alike, so that blocks can be read
         return result
 
 

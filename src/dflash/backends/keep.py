@@ -1,10 +1,13 @@
-"""What may be asked of a round, on every backend. Raised, not asserted: drafters and loops of others call it too."""
+"""What may be asked of a round, and what must come of it, on every backend.
+
+Raised, not asserted: drafters, loops and models of others meet it too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dflash.errors import RequestError
+from dflash.errors import RequestError, UnsupportedTarget
 from dflash.sampling import is_whole
 
 
@@ -30,3 +33,19 @@ def check_first(kept: bool) -> None:
     """
     if kept:
         raise RequestError("this round was kept already: keep takes all rows at once, once a round")
+
+
+def check_tap(target: str, shape: tuple[int, ...], expected: tuple[int, int, int]) -> None:
+    """Whether a layer gave what a draft reads.
+
+    Args:
+        expected: rows, positions and width.
+
+    Raises:
+        UnsupportedTarget: it did not: the layers of some models pass on several streams, or other widths (Gemma 3n).
+    """
+    if shape != expected:
+        raise UnsupportedTarget(
+            f"a draft cannot read the layers of {target}, whose outputs have the shape {list(shape)} and not rows, "
+            f"positions and width {list(expected)}: use it without a draft, with n-grams or plain decoding"
+        )

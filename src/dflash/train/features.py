@@ -167,8 +167,9 @@ def compute(
         for first in range(0, len(ids), CHUNK):
             part = list(ids[first : first + CHUNK])
             count = len(part)
-            # Padding comes last, where no position before it sees it, and never past the context.
-            part += [0] * (min(padded(count), (target.context_length or first + CHUNK) - first) - count)
+            # Padding comes last, where no position before it sees it, and never past the context. It repeats a token
+            # of the text: NaN in the embedding of another would reach all positions through the mask.
+            part += part[-1:] * (min(padded(count), (target.context_length or first + CHUNK) - first) - count)
             _, features = session.read([part], [count], torch.tensor([[0]]))  # no scores are wanted: one position's
             assert features.values is not None
             chunks.append(features.values[0])

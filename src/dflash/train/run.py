@@ -18,7 +18,7 @@ from dflash.only import only_run
 from dflash.train import checkpoint
 from dflash.train.data import Corpus, read_corpus
 from dflash.train.evaluate import Acceptance
-from dflash.train.features import Features
+from dflash.train.features import Features, compute
 from dflash.train.files import write
 from dflash.train.loop import Progress, Trainer, check_output, config_of_run
 from dflash.train.loss import LossMix
@@ -95,7 +95,8 @@ def train(
     returns what it measured.
 
     Raises:
-        DFlashError: as ``Trainer``, ``read_corpus`` and ``DFlashConfig``; or another run is writing the output.
+        DFlashError: as ``Trainer``, ``read_corpus``, ``make_draft`` and ``Target.start``; or another run is writing the
+            output.
     """
     processes = Processes.join(target.device)
     check_output(job.output, job.resume)
@@ -109,6 +110,8 @@ def train(
         + "".join(f"; skipped {count}: {reason}" for reason, count in corpus.skipped.items())
     )
     draft = make_draft(target, job.shape, job.recipe.seed)
+    # Any token will do: a target that cannot be tapped is refused before anything is written.
+    compute(target, draft.taps, False, [draft.config.mask_token_id])
     features = Features(
         target, draft.config.target_layer_ids, LossMix.parse(job.recipe.loss).needs_teacher, job.cache, job.cache_limit
     )
@@ -130,7 +133,7 @@ def make_draft(target: TorchTarget, shape: Shape, seed: int) -> DFlashDraftModel
 
     Raises:
         RequestError: an unsafe mask token, impossible taps, or a start of another shape.
-        IncompatibleDraft: a start that was made for another target.
+        IncompatibleDraft: a start that was made for another target, or a target that no draft can be made for.
     """
     if shape.start not in STARTS:
         return _gone_on_from(target, shape)
@@ -148,6 +151,7 @@ def make_draft(target: TorchTarget, shape: Shape, seed: int) -> DFlashDraftModel
         sliding_window=shape.sliding_window,
     )
     draft = DFlashDraftModel(config)
+    draft.check_fit(target)
     initialise(draft, target, shape.start, seed)
     return draft.to(target.device)
 

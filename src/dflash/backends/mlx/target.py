@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx import nn
 
-from dflash.backends.keep import check_first, checked_counts
+from dflash.backends.keep import check_first, check_tap, checked_counts
 from dflash.backends.mlx.architectures import Anatomy, context_length, dissect, eos_ids
 from dflash.backends.mlx.sampler import Processor, Sampler, SamplerVerifier
 from dflash.backends.mlx.seams import reader
@@ -142,9 +142,11 @@ class MlxSession:
             # Only the last token of each prompt is scored: never the whole prompt's logits.
             ends = [len(prompt) - 1 - start for prompt in prompts]
             scored = mx.array([[min(max(end, 0), width - 1)] for end in ends])
-            scores = self.forward(mx.array([part + [0] * (width - len(part)) for part in parts]), scored)
+            # Padded with tokens of the row's own: NaN in the embedding of another would reach it through the mask.
+            rows = [part + [prompt[-1]] * (width - len(part)) for part, prompt in zip(parts, prompts, strict=True)]
+            scores = self.forward(mx.array(rows), scored)
             self.cache.rows.advance(counts)
-            features = self._features(counts)
+            features = self._features(counts, width)
             for row, end in enumerate(ends):
                 if 0 <= end < width:
                     last[row] = scores[row]
@@ -208,15 +210,17 @@ class MlxSession:
         if self._since_cleared >= CLEAR_EVERY:
             self._since_cleared = 0
             mx.clear_cache()
-        return self._features(counts)
+        return self._features(counts, width)
 
-    def _features(self, counts: list[int]) -> Features:
+    def _features(self, counts: list[int], width: int) -> Features:
         """The taps of the last forward, let go of here: they live until the draft has absorbed them."""
         silent = [tap for tap in self.taps if tap not in self.cache.tapped]
         if silent:
             raise UnsupportedTarget(f"{self.target.name}: layer {silent[0]} was not run, so it cannot be tapped")
         tapped = [self.cache.tapped[tap] for tap in self.taps]
         self.cache.tapped.clear()
+        for states in tapped:
+            check_tap(self.target.name, states.shape, (len(counts), width, self.target.hidden_size))
         return Features(mx.concatenate(tapped, axis=-1) if tapped else None, counts)
 
 

@@ -98,6 +98,12 @@ class Anatomy:
     takes: frozenset[str]
     ragged: bool
 
+    @property
+    def widths(self) -> dict[str, int]:
+        """Of what a draft shares with the model: a few project between their layers and these (OPT-350m, RemBERT)."""
+        head = {"head": self.head.in_features} if isinstance(self.head, nn.Linear) else {}
+        return {"embedding": self.embedding.embedding_dim, **head}
+
     @functools.cached_property
     def attention_kinds(self) -> set[str]:
         """The attention kinds present; the models take one mask for each."""
@@ -221,7 +227,7 @@ def sizes(config: Any) -> Sizes:
     heads: int = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     return Sizes(
-        intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        intermediate=_intermediate(config),
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -229,6 +235,12 @@ def sizes(config: Any) -> Sizes:
         rope_theta=rope.get("rope_theta", rope.get("full_attention", {}).get("rope_theta", 10_000.0)),
         deviation=getattr(config, "initializer_range", 0.02),
     )
+
+
+def _intermediate(config: Any) -> int:
+    """The width of the MLPs; the largest where each layer has its own (Gemma 3n)."""
+    width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    return max(width) if isinstance(width, (list, tuple)) else int(width)
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

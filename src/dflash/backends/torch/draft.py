@@ -32,6 +32,7 @@ from dflash.backends.torch.head import arranged
 from dflash.backends.torch.target import TorchTarget
 from dflash.backends.torch.verify import draw, probabilities
 from dflash.checkpoint import HEAD
+from dflash.compat import misfit
 from dflash.draft_config import DFlashConfig
 from dflash.errors import IncompatibleDraft, RequestError
 from dflash.protocols import NOTHING, Features, Proposal, Target
@@ -136,8 +137,10 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
         """How it fares with a target that it was made for.
 
         Raises:
-            IncompatibleDraft: it was made for another; see ``PublishedDraft``.
+            IncompatibleDraft: it was made for another, see ``PublishedDraft``; or the target's embedding or head is not
+                as wide as its layers.
         """
+        self._check_widths(target)
         head, embedding = target.anatomy.head, target.anatomy.embedding
         return self._record(
             target,
@@ -145,6 +148,17 @@ class DFlashDraftModel(PublishedDraft, nn.Module):
             lambda: [] if (ids := self._target_ids()) is None else ids.tolist(),
             lambda tensor, file: is_copy(tensor, file, cast("Tensor", (head if tensor == HEAD else embedding).weight)),
         )
+
+    def _check_widths(self, target: TorchTarget) -> None:
+        """Whether the layers, the embedding and the head of a target are alike: all pass through the same draft."""
+        for part, width in target.anatomy.widths.items():
+            if width != target.hidden_size and (part == "embedding" or self.lm_head is None):
+                raise misfit(
+                    self.name,
+                    target,
+                    f"its layers are {target.hidden_size} wide and its {part} {width}, which one draft cannot read: "
+                    "use n-grams or plain decoding",
+                )
 
     def _target_ids(self) -> Tensor | None:
         """[draft_vocab_size]: the target's ids of the tokens of a reduced vocabulary."""

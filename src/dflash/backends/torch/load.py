@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from dflash import packages
-from dflash.backends.torch.architectures import padding_id
 from dflash.backends.torch.attention import group_attention
+from dflash.backends.torch.check import check_rollback
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.gguf import unpacked
 from dflash.backends.torch.head import pack_head
@@ -33,9 +32,8 @@ from dflash.checkpoint import (
     token_offsets,
 )
 from dflash.draft_config import ARCHITECTURE, DFlashConfig, confidence
-from dflash.errors import CheckpointError, DFlashError, RequestError, UnsupportedTarget
+from dflash.errors import CheckpointError, RequestError, UnsupportedTarget, one_line
 from dflash.processors import processors
-from dflash.protocols import Features, Proposal
 from dflash.text import repair_decoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -114,14 +112,14 @@ def _blaming(name: str, part: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise UnsupportedTarget(f"{name} needs a package that is not here: {_one_line(error)}") from error
+        raise UnsupportedTarget(f"{name} needs a package that is not here: {one_line(error)}") from error
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise UnsupportedTarget(
                 f"{name} comes with Python code of its own, which is not run unless you pass trust_remote_code=True"
             ) from error
         kind = UnsupportedTarget if part == "config" and not isinstance(error, OSError) else CheckpointError
-        raise kind(f"transformers cannot read the {part} of {name}: {_one_line(error)}") from error
+        raise kind(f"transformers cannot read the {part} of {name}: {one_line(error)}") from error
 
 
 def load_draft(
@@ -173,70 +171,6 @@ def _stored(file: Path, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
                 yield name, stored.get_tensor(name)
 
 
-def check_rollback(target: TorchTarget) -> None:
-    """What is read in chunks, in rows of different lengths and behind rejections must be as one forward has it.
-
-    Releases of transformers differ here: some forgot the recurrent state when several tokens came in at once
-    (huggingface/transformers PR 45513); some decoders take positions from the cache. Twelve tokens tell. The target is
-    left with the first of its ways of reading (``TorchTarget.readings``) that is right.
-
-    Raises:
-        UnsupportedTarget: none is, or the model cannot be read block by block at all.
-    """
-    refusals: list[UnsupportedTarget] = []
-    for way in target.readings:
-        target.reading = way
-        try:
-            return _check_reading(target)
-        except UnsupportedTarget as refusal:
-            refusals.append(refusal)
-    raise refusals[0]
-
-
-def _check_reading(target: TorchTarget) -> None:
-    """The check of one way of reading; raises as ``check_rollback``."""
-    name = f"{type(target.model).__name__} in transformers {transformers.__version__}"
-    try:
-        error = _rollback_error(target)
-    except DFlashError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as failure:
-        raise UnsupportedTarget(f"{name} cannot be read block by block: {_one_line(failure)}") from failure
-    if not error < (1e-3 if target.model.dtype == torch.float32 else 0.2):
-        raise UnsupportedTarget(
-            f"{name} does not read on correctly from a cache that was rolled back (relative error {error:.2g}): "
-            "answers would not be the target's own"
-        )
-
-
-def _rollback_error(target: TorchTarget) -> float:
-    """The largest relative error of scores: of two ragged rows read in chunks, and of a block behind a rejection."""
-    text = [(i * 7919 + 13) % target.vocab_size for i in range(12)]
-    padding = padding_id(target.anatomy.config)
-    if padding is not None and 0 <= padding < target.vocab_size:
-        text[4] = padding  # RoBERTa does not count it as a position, so positions would depend on what is drafted
-    with torch.inference_mode():
-        whole = target.model(torch.tensor([text], device=target.device)).logits.float()
-
-    def ignore(tokens: list[list[int]], features: Features) -> None:
-        return None
-
-    rows = target.start(2, (), 8, 4)
-    first = rows.prefill([text[:9], text[:2]], ignore)
-    with rows.verify([text[9], text[2]], Proposal([text[10:12], text[3:5]], 2)) as ahead:
-        pairs = [(first[0], whole[0, 8:9]), (first[1], whole[0, 1:2])]
-        pairs += [(ahead.scores[0], whole[0, 9:12]), (ahead.scores[1], whole[0, 2:5])]
-    session = target.start(1, (), 8, 8)
-    session.prefill([text[:6]], ignore)
-    with session.verify(text[6:7], Proposal([text[:3]], 3)) as ahead:
-        ahead.keep([1])
-    with session.verify(text[7:8], Proposal([text[8:]], 4)) as ahead:
-        pairs.append((ahead.scores[0], whole[0, 7:]))
-        ahead.keep([5])
-    # The largest by torch: Python's max would drop a NaN that is not the first.
-    return float(torch.stack([(have.float() - want).norm() / want.norm() for have, want in pairs]).max())
-
-
 def _device(device: str | torch.device | None) -> torch.device:
     if device is not None:
         try:
@@ -267,7 +201,3 @@ def _dtype(dtype: str | torch.dtype | None, device: torch.device, default: Any) 
     if name not in DTYPES:
         raise RequestError(f"unknown dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
     return DTYPES[name]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dflash.backends.keep import check_first, checked_counts
+from dflash.backends.keep import check_first, check_tap, checked_counts
 from dflash.backends.rows import RowByRow
 from dflash.backends.torch.architectures import FULL, Anatomy, context_length, dissect, eos_ids, seams
 from dflash.backends.torch.attention import GROUPED
 from dflash.backends.torch.cache import AttentionLayer, RollbackCache, Rows, record
+from dflash.backends.torch.check import proven_reading
 from dflash.backends.torch.head import PackedHead, arranged
 from dflash.backends.torch.scoring import Scoring
 from dflash.backends.torch.verify import TorchVerifier
@@ -47,14 +48,12 @@ class TorchTarget:
         model: the transformers module.
         tokenizer: its transformers tokenizer.
         name: for messages.
-        reading: how the model is read; ``load`` tries the ways in turn.
     """
 
     backend = "torch"
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
-        """Whoever wraps a model of his own calls ``load.check_rollback`` on the result: it finds the way to read it.
-
+        """
         Raises:
             UnsupportedTarget: a layer kind whose cache cannot be rolled back.
         """
@@ -62,7 +61,6 @@ class TorchTarget:
         self.model = model
         self.tokenizer = tokenizer
         self.name = name
-        self.reading = self.readings[0]
         config = self.anatomy.config
         self.vocab_size: int = self.anatomy.embedding.num_embeddings
         self.num_layers = len(self.anatomy.layers or self.anatomy.kinds)
@@ -72,8 +70,18 @@ class TorchTarget:
         self.device: torch.device = self.anatomy.embedding.weight.device
         for index, layer in enumerate(self.anatomy.layers):
             _attach(layer, _Tap(index))
+        _attach_brackets(model)
         for index, mixer in self.anatomy.mixers.items():
             _attach_recorders(index, mixer)
+
+    @functools.cached_property
+    def reading(self) -> Reading:
+        """How the model is read: the first way that proves right on it. ``load`` asks at once, else the first session.
+
+        Raises:
+            UnsupportedTarget: none does; see ``check.check_rollback``.
+        """
+        return proven_reading(self)
 
     @property
     def readings(self) -> list[Reading]:
@@ -94,7 +102,12 @@ class TorchTarget:
         return iter((self, self.tokenizer))
 
     def start(self, rows: int, taps: Sequence[int], step: int, chunk: int) -> Session:
-        """Empty caches. Rows that cannot be read together run one after the other behind the same calls."""
+        """Empty caches. Rows that cannot be read together run one after the other behind the same calls.
+
+        Raises:
+            RequestError: a tap that is no layer, or a model in training mode.
+            UnsupportedTarget: the model cannot be tapped, or not be read on from a cache that was rolled back.
+        """
         if taps and not self.anatomy.layers:
             raise UnsupportedTarget(
                 f"{self.name}: no list of decoder layers was found in {type(self.model).__name__}, so a draft cannot "
@@ -107,7 +120,8 @@ class TorchTarget:
             raise RequestError(f"{self.name} is in training mode, where answers are random: call model.eval() first")
         if isinstance(self.anatomy.head, PackedHead):
             self.anatomy.head.refresh()
-        if self.reading is not Reading.TOGETHER and rows > 1:
+        reading = self.reading  # asked of single rows too, before they read: a target is checked on its first use
+        if reading is not Reading.TOGETHER and rows > 1:
             single = [TorchSession(self, 1, tuple(taps), step, chunk) for _ in range(rows)]
             return RowByRow(single, chunk, torch.cat, lambda values, more: F.pad(values, (0, 0, 0, more)))
         return TorchSession(self, rows, tuple(taps), step, chunk)
@@ -142,7 +156,7 @@ class TorchTarget:
         selects = "logits_to_keep" in self.anatomy.takes
         if selects:
             given["logits_to_keep"] = scored
-        with _running_with(cache), arranged():
+        with arranged():
             scores: Tensor = self.model(**given).logits
         if selects or isinstance(scored, int):
             return scores
@@ -219,7 +233,9 @@ class TorchSession:
             # Only the last token of each prompt is scored: never the whole prompt's logits.
             ends = [len(prompt) - 1 - start for prompt in prompts]
             scored = torch.tensor([[min(max(end, 0), width - 1)] for end in ends])
-            scores, features = self.read([part + [0] * (width - len(part)) for part in parts], counts, scored)
+            # Padded with tokens of the row's own: NaN in the embedding of another would reach it through the mask.
+            rows = [part + [prompt[-1]] * (width - len(part)) for part, prompt in zip(parts, prompts, strict=True)]
+            scores, features = self.read(rows, counts, scored)
             for row, end in enumerate(ends):
                 if 0 <= end < width:
                     last[row] = scores[row]
@@ -230,7 +246,7 @@ class TorchSession:
         """Commit the first ``counts[r]`` of each row's tokens. Scores as ``TorchTarget.forward``, and features."""
         scores = self._read(tokens, scored)
         self.cache.rows.advance(counts)
-        return scores, self._features(counts)
+        return scores, self._features(counts, len(tokens[0]))
 
     @contextmanager
     def verify(self, pending: list[int], proposal: Proposal) -> Iterator[Ahead]:
@@ -271,7 +287,7 @@ class TorchSession:
         scored = scored.to(device) if isinstance(scored, Tensor) else scored
         return self.target.forward(self.cache, torch.as_tensor(tokens, device=device), scored)
 
-    def _features(self, counts: list[int]) -> Features:
+    def _features(self, counts: list[int], width: int) -> Features:
         """The taps of the last forward, let go of here: they live until the draft has absorbed them."""
         silent = [tap for tap in self.taps if tap not in self.cache.tapped]
         if silent:
@@ -280,6 +296,8 @@ class TorchSession:
             )
         tapped = [self.cache.tapped[tap] for tap in self.taps]
         self.cache.tapped.clear()
+        for states in tapped:
+            check_tap(self.target.name, tuple(states.shape), (len(counts), width, self.target.hidden_size))
         return Features(torch.cat(tapped, dim=-1) if tapped else None, counts)
 
 
@@ -299,27 +317,44 @@ class Ahead:
         counts = checked_counts(counts, len(self._session.lengths), self._width)
         self._session.cache.keep(counts, self._width)
         self.kept = True
-        return self._session._features(counts)
+        return self._session._features(counts, self._width)
 
 
 # --- seams of the model -----------------------------------------------------------------------------
 
 
 class _Running(threading.local):
-    cache: RollbackCache | None = None
+    """The caches of the forwards that run in this thread, the innermost last; None for one that is not ours.
+
+    Not every model hands the cache to its layers. There are several where a hook of the user's asks a model something.
+    """
+
+    def __init__(self) -> None:
+        self.caches: list[RollbackCache | None] = []
+
+    @property
+    def cache(self) -> RollbackCache | None:
+        return self.caches[-1] if self.caches else None
 
 
 _running = _Running()
-"""The cache of the forward of ours that runs in this thread. Not every model hands the cache to its layers."""
 
 
-@contextmanager
-def _running_with(cache: RollbackCache) -> Iterator[None]:
-    _running.cache = cache
-    try:
-        yield
-    finally:
-        _running.cache = None
+@dataclass(frozen=True)
+class _Begin:
+    """A forward of the whole model begins, ours or the user's own: the cache it was given tells."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        cache = kwargs.get("cache")
+        _running.caches.append(cache if isinstance(cache, RollbackCache) else None)
+
+
+@dataclass(frozen=True)
+class _End:
+    """It is over, or failed."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        _running.caches.pop()
 
 
 @dataclass(frozen=True)
@@ -359,6 +394,14 @@ def _attach(module: nn.Module, hook: _Tap | _RecordOutput) -> None:
     """Once, however often a model is wrapped; a copy of a model has its hooks already."""
     if hook not in module._forward_hooks.values():
         module.register_forward_hook(hook)
+
+
+def _attach_brackets(model: nn.Module) -> None:
+    """Around a whole forward: the first is put before a user's hooks, which may fail, and the last is always called."""
+    begin, end = _Begin(), _End()
+    if begin not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        model.register_forward_hook(end, always_call=True)
 
 
 def _attach_recorders(layer: int, mixer: nn.Module) -> None:
