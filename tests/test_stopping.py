@@ -192,7 +192,7 @@ def test_benchmark_says_how_to_go_on(folder: Path, tmp_path: Path, monkeypatch: 
     assert f"{said}go on with the same command: " in done.stderr
     monkeypatch.undo()
     signalled(monkeypatch, Journal, "add", 2)
-    assert f"{said}with --output it could be gone on with" in result(*command).stderr
+    assert f"{said}a run with --output can be continued" in result(*command).stderr
 
 
 # --- train ------------------------------------------------------------------------------------------

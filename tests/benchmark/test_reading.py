@@ -40,7 +40,7 @@ CASES = {
     "one space is not of the data": ("data:a\n\ndata: b\n\ndata:  c \n\n", ["a", "b", " c "]),
     "comments and other fields": (": hi\n\nevent: x\nid: 1\nretry: 5\ndata: a\n:\nfoo: b\nDATA: c\n\nid: 2\n\n", ["a"]),
     "without an empty line it is no event": ("data: a\n\ndata: b\n", ["a"]),
-    "single newlines": ('data: {"a": 1}\ndata:{}\ndata: {\ndata: }\n\ndata: [DONE]\n', ['{"a": 1}', "{}", "{\n}", "[DONE]"]),
+    "single newlines": ('data: {"a": 1}\ndata: {\ndata: }\n\ndata: [DONE]\n', ['{"a": 1}', "{\n}", "[DONE]"]),
     "the last one is whole": ('data: {\ndata: "b": 2}', ['{\n"b": 2}']),
     "the last one is cut off": ('data: {"a": 1}\n\ndata: {"b"', ['{"a": 1}']),
     "other letters": ("data: 日本語 é 😀\n\n", ["日本語 é 😀"]),

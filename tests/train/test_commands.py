@@ -95,6 +95,18 @@ def test_a_draft_is_trained_resumed_and_used(answers: Path, target_folder: Path,
     assert [record["step"] for record in steps if "measured" in record] == [3, 6]
 
 
+def test_regenerate_says_who_drafts_and_refuses_an_empty_name(target_folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "x"}')
+    command = ["regenerate", "--model", target_folder, "--data", prompts, "--output", tmp_path / "a.jsonl"]
+    assert "the name of the draft is empty" in run(*command, "--draft", "", code=2).output
+    said = CliRunner().invoke(app, ["regenerate", "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).output
+    assert "By default dflash where --draft is given, else none" in said
+    run(*command, "--max-new-tokens", 2)
+    refused = " ".join(run(*command, "--max-new-tokens", 2, "--top-p", 0.5, code=2).output.split())
+    assert "was begun with another --top-p (1.0, now 0.5): give" in refused
+
+
 def test_system_messages_and_packed_files_from_the_command_line(target_folder: Path, tmp_path: Path) -> None:
     prompts, output = tmp_path / "prompts.NDJSON.gz", tmp_path / "answers.jsonl"
     system = {"role": "system", "content": "Be brief."}
