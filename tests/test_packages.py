@@ -121,6 +121,18 @@ def test_answers_are_made_on_mlx_without_torch(without: dict[str, Path], tmp_pat
     )
 
 
+def test_no_advice_about_pytorch_stands_before_an_answer_on_mlx(without: dict[str, Path]) -> None:
+    code = "import dflash.cli.main, transformers, sys; sys.exit('the only line')"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(without["torch"])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == "the only line\n"
+
+
 def test_every_message_has_its_command_from_one_place() -> None:
     for file in SOURCE.rglob("*.py"):
         if file.name != "packages.py":

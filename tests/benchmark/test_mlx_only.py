@@ -53,7 +53,6 @@ def test_all_systems_of_mlx_are_measured_and_the_record_says_mlx(folders: tuple[
     command = ["benchmark", "--model", target, "--draft-model", draft, "--prompt", "abcabc", "--max-new-tokens", "8"]
     done = run(*command, "--output", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "PyTorch was not found" not in done.stderr, "that is no news here"
     found = load(tmp_path / "results.json")
     assert list(found.systems) == ["draft", "both", "ngram", "plain", "mlx-lm"]
     assert all(r.answer.error is None and r.answer.count == 8 for r in found.records)
