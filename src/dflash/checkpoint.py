@@ -191,7 +191,7 @@ def packages_of(model: str | Path) -> list[str]:
     """What a target needs beside the backend, by the names they are imported by: the package that it comes with, and
     for a .gguf file what unpacks it, on MLX too."""
     own = [packages.DEFAULT_MODEL] if str(model) == DEFAULT_MODEL else []
-    return [*own, *packages.UNPACKING] if own or Path(model).suffix == ".gguf" else own
+    return [*own, *packages.UNPACKING] if own or str(model).endswith(".gguf") else own
 
 
 # --- weight files -----------------------------------------------------------------------------------
