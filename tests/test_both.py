@@ -192,6 +192,12 @@ def test_what_is_no_drafter_is_refused(given: Any) -> None:
         BothDrafters(*given)
 
 
+def test_a_name_is_no_draft_and_the_message_says_how_to_load_it() -> None:
+    with pytest.raises(RequestError, match=r"load the draft with load_draft\('smollm2-135m'\)") as told:
+        BothDrafters("smollm2-135m")  # type: ignore[arg-type]
+    assert "NoneType" not in str(told.value)
+
+
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3-next"])
 def test_it_changes_nothing(architecture: str) -> None:
     target = tiny.target(architecture)

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import dflash
 import tiny
 from dflash.backends.torch.verify import TorchVerifier
-from dflash.cli import figures, prompts
+from dflash.cli import figures, options, prompts
 from dflash.cli import generate as generate_command
 from dflash.cli.accepted import Painter, Piece, Splitter
 from dflash.cli.main import app
@@ -135,8 +135,11 @@ def test_interrupted_it_ends_on_a_line_of_its_own(run: Callable[..., Any], monke
     ("arguments", "message"),
     [
         (["generate", "--model", "/nowhere/at-all", "--prompt", "x"], "/nowhere/at-all does not exist"),
-        (["generate", "--prompt", "x", "--block-size", "0"], "--block-size must be at least 2"),
-        (["verify", "--block-size", "1"], "--block-size 1) is what the others are compared with"),
+        (["generate", "--prompt", "x", "--block-size", "0"], "--block-size must be 1 (plain decoding) or more, not 0"),
+        (
+            ["verify", "--block-size", "1"],
+            "verify compares a drafter with plain decoding: give --drafter both",
+        ),
         (["generate", "--prompt", "x", "--draft", "/nowhere/draft"], "/nowhere/draft does not exist"),
         (["generate", "--prompt", "x", "--drafter", "dflash"], "--drafter dflash needs a draft: give --draft"),
         (["generate", "--prompt", "x", "--drafter", "both"], "--drafter both needs a draft: give --draft"),
@@ -144,8 +147,8 @@ def test_interrupted_it_ends_on_a_line_of_its_own(run: Callable[..., Any], monke
         (["generate", "--prompt", "x", "--draft-sliding-window-size", "9"], "needs a draft"),
         (["generate", "--prompt", "x", "--draft-min-confidence", "0.2"], "needs a draft"),
         (["generate", "--prompt", "x", "--json", "--show-accepted"], "leave one of them out"),
-        (["generate", "--prompt", "x", "--temperature", "-1"], "temperature must be a number in"),
-        (["generate", "--prompt", "x", "--stop", ""], "non-empty"),
+        (["generate", "--prompt", "x", "--temperature", "-1"], "--temperature must be a number in"),
+        (["generate", "--prompt", "x", "--stop", ""], "--stop must be a non-empty text"),
         (["generate", "--prompt", "x", "--raw", "--system", "s"], "which --raw leaves out"),
         (["generate", "--prompt", "x", "--raw", "--no-enable-thinking"], "which --raw leaves out"),
         (["generate", "--prompt", ""], "the prompt is empty"),
@@ -153,7 +156,7 @@ def test_interrupted_it_ends_on_a_line_of_its_own(run: Callable[..., Any], monke
         (["generate", "--prompt", "caf\udce9"], "not UTF-8"),
         (["generate", "--prompt", "x", "--model", ""], "the name of the model is empty"),
         (["generate", "--prompt", "x", "--draft", ""], "the name of the draft is empty"),
-        (["verify", "--drafter", "none"], "what the others are compared with"),
+        (["verify", "--drafter", "none"], "verify compares a drafter with plain decoding"),
         (["verify", "--prompt", "x", "--prompts", "f"], "leave one of them out"),
         (["verify", "--prompts", "/nowhere.jsonl"], "cannot read /nowhere.jsonl"),
     ],
@@ -175,6 +178,7 @@ def test_an_error_is_one_line(run: Callable[..., Any], arguments: list[str], mes
         (["benchmark", "--draft-revision", "r", "--backend", "openai"], "leave --draft-revision out"),
         (["benchmark", "--prompt", "x", "--top-p", "0"], "--top-p must be"),
         (["generate", "--prompt", "x", "--top-k", "-1"], "--top-k must be"),
+        (["generate", "--prompt", "x", "--temperature", "-1"], "error: --temperature must be"),
         (["generate", "--prompt", "x", "--min-p", "2"], "--min-p must be"),
         (["generate", "--prompt", "x", "--repetition-penalty", "0"], "--repetition-penalty must be"),
         (
@@ -194,6 +198,13 @@ def test_errors_name_options_that_the_command_has(
     help_text = " ".join(run(command[0], "--help", env={"COLUMNS": "400", "TERM": "dumb"}).stdout.split())
     for word in re.findall(r"(?<![\w-])--[a-z][a-z-]+", result.stderr):
         assert word in help_text, f"{command[0]} has no {word}"
+
+
+def test_words_of_a_value_are_no_options() -> None:
+    parameters = [SimpleNamespace(name=name, opts=["--" + name.replace("_", "-")]) for name in ("top_p", "max_length")]
+    values = repr({"top_p": 1, "max_length": "the target's max_length"})
+    said = options.as_typed(f"another top_p ({values}, now 'top_p') for the target's max_length", parameters)
+    assert said == f"another --top-p ({values}, now 'top_p') for the target's --max-length"
 
 
 def test_remote_code_is_allowed_by_an_option(run: Callable[..., Any], folder: Path, tmp_path: Path) -> None:

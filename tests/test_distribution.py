@@ -74,7 +74,7 @@ def test_the_metadata_is_right(installed: Path) -> None:
     assert set(found.metadata.get_all("Provides-Extra") or ()) == set(project()["project"]["optional-dependencies"])
     own = [Requirement(line) for line in found.requires or () if line.startswith("dflash")]
     assert {requirement.name for requirement in own} == {NAME}
-    assert [point.value for point in found.entry_points if point.name == "dflash"] == ["dflash.cli.main:main"]
+    assert [point.value for point in found.entry_points if point.name == "dflash"] == ["dflash.__main__:main"]
     assert any(path.name == "LICENSE" for path in found.files or ())
 
 

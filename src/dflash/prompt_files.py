@@ -100,7 +100,7 @@ def check_file(path: Path) -> bool:
     if os.path.isdir(path):
         raise RequestError(f"{path} is a folder: give a file in it")
     if os.path.lexists(path):
-        raise RequestError(f"{path} is no file but a pipe, a device or a link that leads nowhere: give a regular file")
+        raise RequestError(f"{path} is a pipe, a device or a broken link: give a regular file")
     return False
 
 

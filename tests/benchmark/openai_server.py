@@ -27,6 +27,7 @@ class State:
         flying, most: requests being served, and the most at a time.
         asked: bodies, in order.
         events: of the stream, as they are sent, whatever is asked; or its ``portions``, byte for byte.
+        after: after the portions, ``wait`` leaves the connection open and ``break`` breaks it.
         page: what ``/metrics`` has.
     """
 
@@ -41,6 +42,7 @@ class State:
         self.patience = threading.Event()
         self.events: list[str] | None = None
         self.portions: list[bytes] | None = None
+        self.after = ""
         self.page: str | None = None
 
     def metrics(self) -> str:
@@ -107,6 +109,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.state.portions is not None:
             for portion in self.state.portions:
                 self._chunk(portion)
+            if self.state.after == "wait":
+                self.state.patience.wait(30)
+            if self.state.after:
+                self.close_connection = True
+                return
         elif self.state.events is not None:
             for event in self.state.events:
                 self._chunk(f"data: {event}\n\n".encode())

@@ -21,12 +21,13 @@ from dflash.benchmark.compare import _both, comparison
 from dflash.benchmark.figures import Parting
 from dflash.benchmark.pictures import draw
 from dflash.benchmark.report import coloured, page
-from dflash.benchmark.results import ALL, Results, load, save
+from dflash.benchmark.results import ALL, Results, headline, load, save
 from dflash.benchmark.systems import Loop
 from dflash.benchmark.table import remarks, tables
 from dflash.cli.main import app
 from dflash.difference import Difference
 from dflash.errors import RequestError
+from dflash.processors import Processors
 
 DATASETS = ("--dataset", "gsm8k-sample", "--dataset", "mt-bench-sample", "--max-samples", "2", "--max-new-tokens", "6")
 SYSTEMS = ["draft", "both", "ngram", "plain", "transformers", "transformers-lookup"]
@@ -106,7 +107,10 @@ def test_the_record_says_where_with_what_and_how(results: Results) -> None:
     where, settings = results.environment, results.settings
     for name in ("device", "cpu", "threads", "cores", "python", "dflash", "commit", "dtype", "versions"):
         assert name in where
-    assert where["versions"]["torch"] and where["device"] == "cpu" and where["dtype"] == "float32"
+    assert where["versions"].keys() == {"torch", "transformers", "tokenizers", "numpy"}, "of the backend in force"
+    assert where["device"] == "cpu" and where["dtype"] == "float32"
+    threads = Processors(where["cores"], where["cpu_quota"]).shared_by(where["threads"])
+    assert headline(results)[2].endswith(f", {threads}") and "affinity" in threads
     assert settings["draft_min_confidence"] == 0.1
     assert settings["max_new_tokens"] == 6 and settings["datasets"]["gsm8k"]["prompts"] == 2
     assert settings["enable_thinking"] is None, "said in the heading, too"
@@ -260,12 +264,13 @@ def test_said_nothing_it_takes_a_few_of_each_sample(run: Callable[..., Any], tmp
         (["--prompt", "x", "--systems", "llama.cpp"], "llama.cpp cannot run here: there are draft, both, ngram"),
         (["--prompt", "x", "--systems", "transformers-assisted"], "needs --assistant-model"),
         (["--prompt", "x", "--systems", "transformers-lookup", "--batch-size", "2"], "one prompt at a time"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature must be a number in"),
-        (["--prompt", "x", "--block-size", "0"], "--block-size must be at least 2"),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature must be a number in"),
+        (["--prompt", "x", "--block-size", "0"], "--block-size must be 1 (plain decoding) or more"),
         (
             ["--prompt", "x", "--block-size", "1", "--systems", "draft"],
-            "--block-size 1 is plain decoding: ask for plain",
+            "needs --block-size 2 or more; with 1 you can ask for plain",
         ),
+        (["--prompt", "x", "--draft", ""], "the name of the draft is empty"),
         (["--dataset", "/nowhere.jsonl"], "/nowhere.jsonl does not exist"),
         (
             ["--backend", "openai", "--draft-min-confidence", "0.5"],

@@ -40,6 +40,9 @@ CASES = {
     "one space is not of the data": ("data:a\n\ndata: b\n\ndata:  c \n\n", ["a", "b", " c "]),
     "comments and other fields": (": hi\n\nevent: x\nid: 1\nretry: 5\ndata: a\n:\nfoo: b\nDATA: c\n\nid: 2\n\n", ["a"]),
     "without an empty line it is no event": ("data: a\n\ndata: b\n", ["a"]),
+    "single newlines": ('data: {"a": 1}\ndata: {\ndata: }\n\ndata: [DONE]\n', ['{"a": 1}', "{\n}", "[DONE]"]),
+    "the last one is whole": ('data: {\ndata: "b": 2}', ['{\n"b": 2}']),
+    "the last one is cut off": ('data: {"a": 1}\n\ndata: {"b"', ['{"a": 1}']),
     "other letters": ("data: 日本語 é 😀\n\n", ["日本語 é 😀"]),
 }  # fmt: skip
 
@@ -99,6 +102,50 @@ def test_an_answer_in_any_language_and_layout_is_read(served: tuple[str, State])
 def test_a_line_without_an_end_is_a_failed_answer(served: tuple[str, State]) -> None:
     answer = ask(served, *[b"x" * 2**16] * 20)
     assert "exceeded the 1048576 byte limit" in str(answer.error)
+
+
+ENDED = (
+    b'data: {"choices": [{"delta": {"content": "yes"}, "finish_reason": "stop"}], "usage": {"completion_tokens": 2}}'
+)
+
+
+def test_nothing_after_the_end_is_waited_for(served: tuple[str, State]) -> None:
+    """The connection stays open, and what is still sent is no answer."""
+    served[1].after = "wait"
+    answer = ask(served, ENDED + b"\n\ndata: [DONE]\n\ndata: {not json\n\n")
+    assert (answer.error, answer.text, answer.count) == (None, "yes", 2)
+
+
+def test_a_connection_that_breaks_after_the_end_loses_no_answer(served: tuple[str, State]) -> None:
+    served[1].after = "break"
+    answer = ask(served, ENDED + b"\n\ndata: [DONE]\n\n")
+    assert (answer.error, answer.text, answer.count) == (None, "yes", 2)
+    assert ask(served, ENDED + b"\n\n").error is not None, "without the end"
+
+
+@pytest.mark.parametrize("end", [b"\n", b""])
+def test_single_newlines_will_do(served: tuple[str, State], end: bytes) -> None:
+    """Each event is read, and timed, as its line ends."""
+    first = b'data: {"choices": [{"delta": {"content": "oh "}}]}\n'
+    answer = ask(served, first, ENDED + b"\n", b"data: [DONE]" + end)
+    assert (answer.error, answer.text, answer.count) == (None, "oh yes", 2)
+
+
+def test_an_event_is_there_when_its_line_is() -> None:
+    """Not at the end of them all, or the times of their tokens would be wrong."""
+    sent = []
+
+    async def body() -> AsyncIterator[bytes]:
+        for portion in (b'data: {"a": 1}\n', b'data: {"a": 2}\n'):
+            sent.append(portion)
+            yield portion
+
+    async def collect() -> list[int]:
+        request = httpx2.Request("POST", "http://server/v1")
+        response = httpx2.Response(200, content=body(), request=request)
+        return [len(sent) async for _ in reading.events(response)]
+
+    assert asyncio.run(collect()) == [1, 2]
 
 
 PAGE = (

@@ -22,7 +22,8 @@ from dflash.sampling import SamplingParams
 from dflash.train.blocks import Batch, block_states, visible
 from dflash.train.evaluate import measure
 from dflash.train.features import Features, compute
-from dflash.train.loss import LossMix, dpace_weights, exponential_weights, slot_losses
+from dflash.train.loss import dpace_weights, exponential_weights, slot_losses
+from dflash.train.mix import LossMix
 from dflash.train.run import Shape, make_draft
 
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}

@@ -104,6 +104,38 @@ def test_a_draft_is_trained_resumed_and_used(answers: Path, target_folder: Path,
     assert [record["step"] for record in steps if "measured" in record] == [3, 6]
 
 
+def test_regenerate_says_who_drafts_and_refuses_an_empty_name(target_folder: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "x"}')
+    command = ["regenerate", "--model", target_folder, "--data", prompts, "--output", tmp_path / "a.jsonl"]
+    assert "the name of the draft is empty" in run(*command, "--draft", "", code=2).output
+    said = CliRunner().invoke(app, ["regenerate", "--help"], env={"COLUMNS": "400", "TERM": "dumb"}).output
+    assert "By default dflash where --draft is given, else none" in said
+    run(*command, "--max-new-tokens", 2)
+    refused = " ".join(run(*command, "--max-new-tokens", 2, "--top-p", 0.5, code=2).output.split())
+    assert "was begun with another --top-p (1.0, now 0.5): give" in refused
+
+
+def test_what_can_be_refused_is_before_anything_is_loaded(answers: Path, target_folder: Path, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    (begun / "checkpoints" / "step-3").mkdir(parents=True)
+    (begun / "checkpoints" / "step-3" / "state.json").write_text("{}")
+    (begun / "run.json").write_text('{"recipe": {"steps": 7}}')
+    new = tmp_path / "new"
+    for options, message in (
+        (["--output", begun], "already holds a run: go on with --resume"),
+        (["--output", begun, "--resume"], "was begun with other --steps: resume with the same options"),
+        (["--output", new, "--start", ""], "the draft to start from has an empty name"),
+        (["--output", new, "--model", ""], "the name of the model is empty"),
+        (["--output", new, "--taps", "x"], "--taps must be"),
+        (["--output", new, "--loss", "x"], "must be a sum of"),
+        (["--output", new, "--data", tmp_path / "none.jsonl"], "none.jsonl does not exist: make it with"),
+    ):
+        refused = run("train", "--model", target_folder, "--data", answers, *TRAIN, *options, code=2)
+        assert message in " ".join(refused.output.split())
+        assert "importing PyTorch" not in refused.output
+
+
 def test_system_messages_and_packed_files_from_the_command_line(target_folder: Path, tmp_path: Path) -> None:
     prompts, output = tmp_path / "prompts.NDJSON.gz", tmp_path / "answers.jsonl"
     system = {"role": "system", "content": "Be brief."}

@@ -20,9 +20,9 @@ from dflash.backends.torch.target import TorchTarget
 from dflash.decode import Request, decode
 from dflash.limits import Output
 from dflash.sampling import SamplingParams
-from dflash.train import checkpoint
+from dflash.train.begun import RUN, config_of_run, latest
 from dflash.train.data import Plan
-from dflash.train.loop import RUN, config_of_run, read_log
+from dflash.train.loop import read_log
 from dflash.train.start import check_mask_token, default_mask_token, default_taps, draft_config, initialise
 
 
@@ -76,7 +76,7 @@ def test_a_half_written_checkpoint_is_not_taken(tmp_path: Path) -> None:
     run.run(until=4, save_every=4)
     (tmp_path / "checkpoints" / ".step-8.part").mkdir()
     (tmp_path / "checkpoints" / "step-6").mkdir()
-    last = checkpoint.latest(tmp_path / "checkpoints")
+    last = latest(tmp_path / "checkpoints")
     assert last is not None
     assert last.name == "step-4"
 
@@ -87,7 +87,7 @@ def test_a_run_is_neither_overwritten_nor_resumed_with_another_recipe(tmp_path: 
     corpora.trainer(target, train, tmp_path).run(save_every=4)
     with pytest.raises(ValueError, match="already holds a run: go on with --resume"):
         corpora.trainer(target, train, tmp_path)
-    with pytest.raises(ValueError, match="begun with another learning_rate"):
+    with pytest.raises(ValueError, match="begun with other --learning-rate"):
         corpora.trainer(target, train, tmp_path, resume=True, learning_rate=1.0)
     with pytest.raises(ValueError, match="begun with another set of answers"):
         corpora.trainer(target, train[1:], tmp_path, resume=True)

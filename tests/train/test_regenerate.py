@@ -208,6 +208,10 @@ def test_other_settings_are_refused(target: TorchTarget, tmp_path: Path) -> None
     assert settings_of(file)["max_tokens"] == 12
     with pytest.raises(ValueError, match=r"begun with another max_tokens \(12, now 13\)"):
         regenerate(target, None, TALKS, file, settings(max_tokens=13))
+    other = SamplingParams(temperature=0.5, seed=3)
+    with pytest.raises(ValueError, match="another temperature ") as told:
+        regenerate(target, None, TALKS, file, settings(sampling=other))
+    assert "top_p" not in str(told.value), "only what differs"
 
 
 def test_a_prompt_that_does_not_fit_is_counted(target: TorchTarget, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from dflash.cli.main import main
+from dflash.__main__ import main
 
 if __name__ == "__main__":
     main(["benchmark", *sys.argv[1:]])

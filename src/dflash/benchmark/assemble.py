@@ -75,7 +75,7 @@ def local(loaded: Loaded, wanted: Sequence[str] | None) -> Line:
     chosen = list(possible) if not wanted else list(dict.fromkeys(wanted))
     for name in chosen:
         if name not in possible:
-            raise RequestError(f"--systems {name} cannot run here: there are {', '.join(possible)}{_why(name, loaded)}")
+            raise RequestError(_refusal(name, loaded, ", ".join(possible)))
     names = [name for name in possible if name in chosen]
     baseline = next((name for name in BASELINES if name in names), None)
     same = names if loaded.asking.temperature == 0 else [name for name in names if name in OURS]
@@ -107,9 +107,13 @@ def _descriptions(loaded: Loaded) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def _why(name: str, loaded: Loaded) -> str:
+def _refusal(name: str, loaded: Loaded, possible: str) -> str:
     if name in (DRAFT, BOTH, NGRAM) and loaded.block_size == 1:
-        return f" (--block-size 1 is plain decoding: ask for {PLAIN})"
+        return f"--systems {name} needs --block-size 2 or more; with 1 you can ask for {possible}"
+    return f"--systems {name} cannot run here: there are {possible}{_why(name, loaded)}"
+
+
+def _why(name: str, loaded: Loaded) -> str:
     if name in (DRAFT, BOTH) and loaded.draft is None:
         return f" ({name} needs --draft-model)"
     if name == ASSISTED and loaded.assistant is None:

@@ -272,8 +272,8 @@ class Server:
                 text = " ".join((await reading.beginning(response, 2000)).decode(errors="replace").split())
                 raise BadAnswer(f"HTTP {response.status_code}: {text[:200]}")
             async for data in reading.events(response):
-                if data.strip() == "[DONE]":
-                    continue
+                if data.strip() == reading.DONE:
+                    break  # whether the server ends the response or not: the answer is complete
                 try:
                     event = jsontext.parse(data)
                 except ValueError as error:

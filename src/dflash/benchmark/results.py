@@ -18,7 +18,7 @@ from dflash.benchmark.answers import Record
 from dflash.benchmark.figures import Figures, Parting, figures
 from dflash.difference import Difference
 from dflash.errors import RequestError
-from dflash.processors import processors
+from dflash.processors import Processors, processors
 
 FORMAT = 1
 """Of the file. A reader of another number refuses it."""
@@ -26,7 +26,12 @@ FORMAT = 1
 ALL = "all"
 """The line over all data sets."""
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "mlx", "mlx-lm", "numpy", "httpx2")
+_PACKAGES = {
+    "torch": ("torch", "transformers", "tokenizers", "numpy"),
+    "mlx": ("mlx", "mlx-lm", "transformers", "tokenizers", "numpy"),
+    "openai": ("httpx2",),
+}
+"""Backend -> packages whose versions are recorded."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ def environment(device: str | None, dtype: str | None, backend: str) -> dict[str
         "python": platform.python_version(),
         "dflash": __version__,
         "commit": _commit(),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "versions": {name: version for name in _PACKAGES[backend] if (version := _version(name)) is not None},
     }
     if backend == "torch":
         import torch
@@ -247,9 +252,7 @@ def headline(results: Results) -> Sequence[str]:
     asked += [f"{settings['repeats']} repeats"] * (settings["repeats"] > 1)
     device = [where.get("gpu") or where["cpu"], str(where["device"] or "asking a server"), str(where["dtype"] or "")]
     if "threads" in where:
-        device.append(f"{where['threads']} threads of {where['cores']} cores")
-        if where.get("cpu_quota") is not None:  # newer than the first records
-            device.append(f"quota {where['cpu_quota']:g}")
+        device.append(Processors(where["cores"], where.get("cpu_quota")).shared_by(where["threads"]))
     versions = ", ".join(f"{name} {version}" for name, version in where["versions"].items())
     return (
         models,

@@ -43,7 +43,7 @@ A_FEW = 5
 
 EPILOG = (
     "Exit status: 0 if every answer came, 1 if one failed, 2 for an error, 130 when stopped.\n\n"
-    "Every figure is defined in docs/benchmark.md. With --output the run can be stopped and gone on with by the same "
+    "Every figure is defined in docs/benchmark.md. With --output the run can be stopped and continued: repeat the "
     "command. Several processes share the prompts: torchrun --nproc-per-node 2 -m dflash.benchmark ..."
 )
 
@@ -241,8 +241,8 @@ def benchmark(
     else:
         own = own_device(device) if (backend or default_backend()) == "torch" else device
         pair = Wanted(
-            model or DEFAULT_MODEL, draft, "dflash" if draft else "none", block_size, backend, dtype, own, revision,
-            draft_revision, trust_remote_code, draft_sliding_window_size, draft_bits, draft_min_confidence,
+            model or DEFAULT_MODEL, draft, "none" if draft is None else "dflash", block_size, backend, dtype, own,
+            revision, draft_revision, trust_remote_code, draft_sliding_window_size, draft_bits, draft_min_confidence,
         )  # fmt: skip
         bench = _of_pair(pair, assistant, asking, at_once, split, wanted)
     with contextlib.nullcontext() if output is None or share.rank else only_run(output):
@@ -362,7 +362,7 @@ def _measure(
         if share.rank:
             raise stopping.stopped(None)  # the first process speaks for all
         kept = "the figures are of the answers so far" if records else "before the first answer"
-        how = "with --output it could be gone on with"
+        how = "a run with --output can be continued"
         if output is not None:
             how = f"go on with the same command: {stopping.command()}"
         raise stopping.stopped(f"interrupted, {kept}; {how}")

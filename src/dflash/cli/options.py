@@ -110,8 +110,8 @@ DraftConfidence = Annotated[
         metavar="P",
         min=0.0,
         max=1.0,
-        help="Leave out the tokens of a block up to which the draft is less sure than this, a probability. 0 checks "
-        "whole blocks, 1 one token each. By default 0, and on a CPU in float32 0.1.",
+        help="End a block where the draft's probability for its whole run of tokens falls below this. 0 checks whole "
+        "blocks, 1 one token each. By default 0, and on a CPU in float32 0.1.",
         rich_help_panel=_LOADING,
     ),
 ]
@@ -164,7 +164,8 @@ _OF_LIBRARY = {
 def as_typed(message: str, parameters: Iterable[Any]) -> str:
     """A message of the library with the parameters it names called what they are called on the command line.
 
-    Single words, as temperature, stay: they read the same.
+    Values in quotes stay as they are. Of single words, as temperature or stop, which may be plain English, only the
+    first of "... must be ..." is one for certain.
 
     Args:
         parameters: of the command in use.
@@ -172,8 +173,12 @@ def as_typed(message: str, parameters: Iterable[Any]) -> str:
     options = {one.name: one.opts[0] for one in parameters if one.opts and one.opts[0].startswith("--")}
     names = {name: option for name, option in options.items() if "_" in name}
     names |= {name: option for name, option in _OF_LIBRARY.items() if option in options.values()}
+    first, space, _ = message.partition(" must be ")
+    if space and first in options:
+        message = message.replace(first, options[first], 1)
     if not names:
         return message
     known = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
+    quoted = r"""(?<!\w)'[^']*'(?!\w)|"[^"]*\""""
     # Not inside a path or a longer word.
-    return re.sub(rf"(?<![\w./-])({known})(?![\w/-])", lambda found: names[found[0]], message)
+    return re.sub(rf"{quoted}|(?<![\w./-])({known})(?![\w/-])", lambda found: names.get(found[0], found[0]), message)

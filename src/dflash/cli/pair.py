@@ -69,10 +69,7 @@ class Wanted:
         elif self.drafter not in (None, *DRAFTING):
             raise RequestError(f"--draft is not used by --drafter {self.drafter}: leave one of them out")
         if self.block_size is not None and self.block_size < 1:
-            raise RequestError(
-                "--block-size must be at least 2 (the pending token and one draft), or 1 for plain decoding, not "
-                f"{self.block_size}"
-            )
+            raise RequestError(f"--block-size must be 1 (plain decoding) or more, not {self.block_size}")
 
     @property
     def draft_options(self) -> list[str]:
@@ -130,8 +127,7 @@ class Pair:
             return ""
         import torch
 
-        count = torch.get_num_threads()
-        return f"{count} thread{'' if count == 1 else 's'} ({processors()})"
+        return processors().shared_by(torch.get_num_threads())
 
     def settings(self) -> dict[str, Any]:
         """For records: the options, with what was in force for those left open."""

@@ -43,7 +43,16 @@ def regenerate(
     system: Annotated[str | None, typer.Option(help="System message of prompts that have none of their own.")] = None,
     enable_thinking: options.EnableThinking = None,
     draft: options.Draft = None,
-    drafter: options.Drafter = None,
+    drafter: Annotated[
+        options.DrafterKind | None,
+        typer.Option(
+            metavar="WHO",
+            help="Who proposes: dflash (a draft), ngram (text seen before), both or none. By default dflash where "
+            "--draft is given, else none. The answers are the same.",
+            show_default=False,
+            rich_help_panel="Models",
+        ),
+    ] = None,
     backend: options.BackendOption = None,
     dtype: options.DtypeOption = None,
     device: options.Device = None,
@@ -52,10 +61,10 @@ def regenerate(
 ) -> None:
     """Answer prompts with the target, in batches, and keep the tokens of prompts and answers.
 
-    A prompt that fails is counted with its reason, and tried again when the run is gone on with; the exit status is
+    A prompt that fails is counted with its reason, and tried again when you repeat the command; the exit status is
     then 1.
     """
-    kind = drafter or ("dflash" if draft else "none")
+    kind = drafter or ("none" if draft is None else "dflash")
     wanted = Wanted(
         model, draft, kind, None, backend, dtype, device, revision, trust_remote_code=trust_remote_code
     )  # fmt: skip

@@ -14,6 +14,8 @@ from dflash.cli.pair import Wanted, check_installed, load_pair
 from dflash.cli.progress import meter
 from dflash.errors import RequestError
 from dflash.launcher import is_first, own_device
+from dflash.train.begun import check_folder, check_start, latest, step_of
+from dflash.train.recipe import Recipe
 
 if TYPE_CHECKING:
     from dflash.train.evaluate import Acceptance
@@ -104,28 +106,32 @@ def train(
     """Train a draft for a target on the target's own answers. Interrupted, go on with --resume."""
     wanted = Wanted(model, None, "none", None, "torch", dtype, device, revision, trust_remote_code=trust_remote_code)
     check_installed(wanted)
-    with console.waiting("importing PyTorch", aloud=is_first()):
-        from dflash.train.recipe import Recipe
-        from dflash.train.run import Job, Shape
-
     recipe = Recipe(
         steps, sequences, anchors, loss, weights, gamma, learning_rate, muon_rate, weight_decay, warmup, decay,
         schedule, optimizer, 1.0, precision, accumulate, recompute, compile, vocabulary, others, seed,
     )  # fmt: skip
-    shape = Shape(
-        block_size, layers, None if taps is None else _taps(taps), mask_token, sliding_layers, sliding_window, start
-    )
-    job = Job(
-        tuple(data), output, shape, recipe, held_out, max_length, cache, cache_limit * 1e9, resume,
-        measure_every=measure_every, save_every=save_every, licence=licence,
-        command=stopping.command(), target_id=locate(model).hub,
-    )  # fmt: skip
+    # All that needs neither PyTorch nor the target is told before they are loaded.
+    check_folder(output, resume, recipe)
+    check_start(start)
+    for file in data:
+        if not file.exists():
+            raise RequestError(f"{file} does not exist: make it with dflash regenerate")
+    target_id = locate(model).hub
+    wanted = replace(wanted, device=own_device(device))
+    ids = None if taps is None else _taps(taps)
     try:
-        measured = _run(replace(wanted, device=own_device(device)), job)
+        with console.waiting("importing PyTorch", aloud=is_first()):
+            from dflash.train.run import Job, Shape
+        job = Job(
+            tuple(data), output, Shape(block_size, layers, ids, mask_token, sliding_layers, sliding_window, start),
+            recipe, held_out, max_length, cache, cache_limit * 1e9, resume, measure_every=measure_every,
+            save_every=save_every, licence=licence, command=stopping.command(), target_id=target_id,
+        )  # fmt: skip
+        measured = _run(wanted, job)
     except KeyboardInterrupt as interrupt:
         if not is_first():
             raise stopping.stopped(None) from interrupt  # the first process speaks for all
-        raise stopping.stopped(_kept(job)) from interrupt
+        raise stopping.stopped(_kept(output, cache, steps, resume)) from interrupt
     if measured is not None:
         console.say("held out", f"{measured.length:.2f} tokens a round", "bold green")
     if is_first():
@@ -155,17 +161,17 @@ def _run(wanted: Wanted, job: Job) -> Acceptance | None:
         return run(target, job, lambda line: console.say("data", line, "bold"), caching, report)
 
 
-def _kept(job: Job) -> str:
+def _kept(output: Path, cache: Path | None, steps: int, resume: bool) -> str:
     """What an interrupted run leaves behind, and how to go on."""
-    from dflash.train import checkpoint
-
-    last = checkpoint.latest(job.output / "checkpoints")
-    if last is None:
-        cached = "" if job.cache is None else f"; hidden states computed by now are kept in {job.cache}"
-        return f"interrupted before the end of the first step{cached}; begin again with the same command: {job.command}"
-    resume = "" if job.resume else " --resume"
-    return f"interrupted, step {checkpoint.step_of(last)} of {job.recipe.steps} is saved in {last}; go on with: " + (
-        f"{job.command}{resume}"
+    last = latest(output / "checkpoints")
+    if last is not None:
+        saved = f"interrupted, step {step_of(last)} of {steps} is saved in {last}; go on with"
+        return f"{saved}: {stopping.command()}{'' if resume else ' --resume'}"
+    if cache is None or not cache.is_dir():
+        return f"interrupted before the first step; nothing to keep; begin again with: {stopping.command()}"
+    return (
+        f"interrupted before the end of the first step; hidden states computed by now are kept in {cache}; begin again "
+        f"with the same command: {stopping.command()}"
     )
 
 

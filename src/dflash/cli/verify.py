@@ -97,8 +97,8 @@ def verify(
     )  # fmt: skip
     if wanted.kind == "none":
         raise RequestError(
-            "plain decoding (--drafter none, --block-size 1) is what the others are compared with: choose both, dflash "
-            "or ngram, and blocks of at least 2"
+            "verify compares a drafter with plain decoding: give --drafter both, dflash or ngram, and --block-size 2 "
+            "or more"
         )
     questions = _questions(file, prompt or [], max_samples)
     pair = load_pair(wanted)

@@ -29,10 +29,16 @@ class BothDrafters:
     """
 
     def __init__(self, draft: Drafter, lookup: NGramDrafter | None = None) -> None:
-        if not isinstance(draft, Drafter) or not isinstance(lookup, NGramDrafter | None):
+        if isinstance(draft, str):
             raise RequestError(
-                "BothDrafters takes a loaded draft and, if at all, an NGramDrafter, not "
-                f"{type(draft).__name__} and {type(lookup).__name__}"
+                f"BothDrafters takes a loaded draft, and {draft!r} is a name: load the draft with load_draft({draft!r})"
+            )
+        if not isinstance(draft, Drafter):
+            raise RequestError(f"BothDrafters takes a loaded draft, not {type(draft).__name__}: load_draft returns one")
+        if not isinstance(lookup, NGramDrafter | None):
+            raise RequestError(
+                "BothDrafters takes a loaded draft and, if another lookup than its own is wanted, an NGramDrafter, not "
+                f"{type(lookup).__name__}"
             )
         self.block_size = draft.block_size
         self.taps = draft.taps

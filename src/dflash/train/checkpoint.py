@@ -56,21 +56,6 @@ def save(
             shutil.rmtree(old, ignore_errors=True)
 
 
-def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint of a run."""
-    whole = [path for path in folder.glob("step-*") if _step(path).isdigit() and (path / "state.json").is_file()]
-    return max(whole, key=lambda path: int(_step(path)), default=None)
-
-
-def step_of(path: Path | None) -> int | None:
-    """The step that a checkpoint is of."""
-    return None if path is None else int(_step(path))
-
-
-def _step(path: Path) -> str:
-    return path.name.removeprefix("step-")
-
-
 def restore(path: Path, draft: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
     """Put weights and optimiser state back to the bit; return the rest.
 

@@ -18,15 +18,16 @@ from dflash import jsontext
 from dflash.backends.torch.draft import DFlashDraftModel
 from dflash.backends.torch.head import rows_of
 from dflash.backends.torch.target import TorchTarget
-from dflash.draft_config import DFlashConfig
 from dflash.errors import DFlashError, ProcessLost, RequestError
 from dflash.train import checkpoint
+from dflash.train.begun import RUN, check_output, check_same, latest, step_of
 from dflash.train.blocks import Batch, block_states, layer_over_context, recomputed
 from dflash.train.data import Corpus, Plan, Sequence
 from dflash.train.evaluate import Acceptance, measure
 from dflash.train.features import Features, padded
 from dflash.train.files import write
-from dflash.train.loss import LossMix, dpace_weights, exponential_weights, slot_losses
+from dflash.train.loss import dpace_weights, exponential_weights, slot_losses
+from dflash.train.mix import LossMix
 from dflash.train.processes import Processes
 from dflash.train.recipe import Recipe
 from dflash.train.scalars import scalars
@@ -175,9 +176,9 @@ class Trainer:
             "target": self.features.identity,
         }
         check_output(self.output, resume)
-        last = checkpoint.latest(self.output / "checkpoints")
+        last = latest(self.output / "checkpoints")
         if resume and last is not None:
-            _check_same(self.output / RUN, json.loads(json.dumps(run)))
+            check_same(self.output, json.loads(json.dumps(run)))
             restored = checkpoint.restore(last, self.draft, self.optimizers)
             self.step, self.spent = restored["step"], restored["spent"]
         # Nothing is written before every process has looked.
@@ -232,11 +233,11 @@ class Trainer:
 
     def _left(self) -> str:
         """What a run is left with where another process has ended, and how to go on."""
-        last = checkpoint.latest(self.output / "checkpoints")
+        last = latest(self.output / "checkpoints")
         told = "another process of this run has ended (see why it did)"
         if last is None:
             return f"{told} before the end of the first step: begin again with the same command"
-        return f"{told}; step {checkpoint.step_of(last)} is saved in {last}: go on with the same command and --resume"
+        return f"{told}; step {step_of(last)} is saved in {last}: go on with the same command and --resume"
 
     def _run(
         self,
@@ -280,7 +281,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the last whole step, unless it is there, or that step and those before it failed."""
         folder = self.output / "checkpoints"
-        if self.processes.first and not self._skipped and checkpoint.step_of(checkpoint.latest(folder)) != self.step:
+        if self.processes.first and not self._skipped and step_of(latest(folder)) != self.step:
             with whole():
                 checkpoint.save(folder, self.step, self.draft, self.optimizers, self.spent)
 
@@ -411,47 +412,6 @@ class Trainer:
                 file.write(json.dumps(record) + "\n")
             if self._scalars is not None:
                 self._scalars.write(record)
-
-
-RUN = "run.json"
-"""What a run was begun with."""
-
-
-def check_output(output: Path, resume: bool) -> None:
-    """
-    Raises:
-        RequestError: a run is there, which is not to be gone on with.
-    """
-    if (output / RUN).is_file() and not resume and checkpoint.latest(output / "checkpoints") is not None:
-        raise RequestError(f"{output} already holds a run: go on with --resume, or give another --output")
-
-
-def _check_same(file: Path, run: dict[str, Any]) -> None:
-    """
-    Raises:
-        RequestError: the run was begun with something else, or with what cannot be told.
-    """
-    try:
-        have = jsontext.parse(file.read_text(encoding="utf-8"))
-        differing = [key for key in run["recipe"] if have["recipe"].get(key) != run["recipe"][key]]
-        differing += [key for key in run if key != "recipe" and have[key] != run[key]]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RequestError(f"{file} does not say what the run was begun with ({error!r}): begin anew") from error
-    if differing:
-        names = {"answers": "set of answers (--data, --held-out, --max-length)"}
-        what = names.get(differing[0], differing[0])
-        raise RequestError(f"{file.parent} was begun with another {what}: resume with the same options")
-
-
-def config_of_run(output: Path) -> DFlashConfig:
-    """
-    Raises:
-        RequestError: it is no run's folder, or what it was begun with cannot be told.
-    """
-    try:
-        return DFlashConfig.parse(jsontext.parse((output / RUN).read_text(encoding="utf-8"))["draft"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise RequestError(f"{output / RUN} does not say which draft the run makes ({error})") from error
 
 
 def read_log(file: Path) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from dflash.errors import RequestError
-from dflash.train.loss import LossMix
+from dflash.train.mix import LossMix
 from dflash.train.schedule import SCHEDULES
 
 GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}

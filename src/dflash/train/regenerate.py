@@ -199,16 +199,25 @@ def _check_settings(output: Path, settings: Settings) -> None:
     wanted = json.loads(json.dumps(asdict(settings)))
     have = settings_of(output)
     if have:
-        differing = [key for key in wanted if have.get(key) != wanted[key]]
+        now, before = _flat(wanted), _flat(have)
+        differing = [f"{key} ({before.get(key)!r}, now {now[key]!r})" for key in now if before.get(key) != now[key]]
         if differing:
             raise RequestError(
-                f"{output} was begun with another {differing[0]} ({have.get(differing[0])!r}, now "
-                f"{wanted[differing[0]]!r}): give another --output, or the same settings to go on"
+                f"{output} was begun with another {' and '.join(differing)}: give another --output, or the same "
+                "settings to go on"
             )
     elif output.is_file() and output.stat().st_size:
         raise RequestError(f"{output} was not begun here ({file.name} is not beside it): give another --output")
     else:
         write(file, json.dumps(wanted, indent=2) + "\n")
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """With those of sampling among the others, so that each can be named."""
+    sampling = settings.get("sampling")
+    return {key: value for key, value in settings.items() if key != "sampling"} | (
+        sampling if isinstance(sampling, dict) else {}
+    )
 
 
 def _opening(conversation: Conversation, settings: Settings) -> list[dict[str, str]]:

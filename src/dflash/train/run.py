@@ -16,12 +16,13 @@ from dflash.backends.torch.target import TorchTarget
 from dflash.errors import RequestError
 from dflash.only import only_run
 from dflash.train import checkpoint
+from dflash.train.begun import check_output, check_start, config_of_run, latest
 from dflash.train.data import Corpus, read_corpus
 from dflash.train.evaluate import Acceptance
 from dflash.train.features import Features, compute
 from dflash.train.files import write
-from dflash.train.loop import Progress, Trainer, check_output, config_of_run
-from dflash.train.loss import LossMix
+from dflash.train.loop import Progress, Trainer
+from dflash.train.mix import LossMix
 from dflash.train.output import Made, card, save_draft
 from dflash.train.plot import plot_run
 from dflash.train.processes import Processes
@@ -158,9 +159,8 @@ def make_draft(target: TorchTarget, shape: Shape, seed: int) -> DFlashDraftModel
 
 def _gone_on_from(target: TorchTarget, shape: Shape) -> DFlashDraftModel:
     """The draft of a folder, which has a shape of its own; of a run that was stopped, its last checkpoint."""
-    if not shape.start.strip():
-        raise RequestError("the draft to start from has an empty name: give target, random or a folder")
-    last = checkpoint.latest(Path(shape.start) / "checkpoints")
+    check_start(shape.start)
+    last = latest(Path(shape.start) / "checkpoints")
     if last is None or (Path(shape.start) / "config.json").is_file():
         draft = load_draft(shape.start, dtype=torch.float32, device=target.device)
     else:
