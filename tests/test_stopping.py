@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 import tiny
 from dflash.benchmark.run import Journal
-from dflash.cli import benchmark, demo, generate, regenerate, train, verify
+from dflash.cli import benchmark, demo, generate, regenerate, stopping, train, verify
 from dflash.cli.main import app
 from dflash.only import only_run
 from dflash.train.loop import Learner
@@ -116,6 +116,18 @@ def test_the_first_moments_have_no_traceback_either(tmp_path: Path) -> None:
 
 
 # --- generate ---------------------------------------------------------------------------------------
+
+
+def test_an_import_that_is_cut_short_is_an_interrupt_whatever_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut() -> None:
+        with stopping.importing():
+            raise ImportError("Could not import module 'LlamaConfig'")  # as transformers has it
+
+    with pytest.raises(ImportError):
+        cut()
+    monkeypatch.setattr(stopping, "_received", [signal.SIGINT])
+    with pytest.raises(KeyboardInterrupt):
+        cut()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -325,7 +337,7 @@ def test_a_second_signal_does_not_change_the_status() -> None:
 import os, signal, sys
 from dflash.cli import stopping
 signal.signal(signal.SIGINT, signal.default_int_handler)
-stopping.take_sigterm_as_interrupt()
+stopping.take_signals()
 end = stopping.stopped("interrupted")
 os.kill(os.getpid(), signal.SIGINT)
 os.kill(os.getpid(), signal.SIGTERM)

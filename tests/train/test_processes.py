@@ -160,6 +160,9 @@ class Asked(Exception):
 
 
 def test_the_command_loads_on_the_processes_own_device(monkeypatch: Any, tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    answers.touch()
+
     def load(wanted: Any, aloud: bool) -> Any:
         raise Asked(wanted.device)
 
@@ -168,13 +171,16 @@ def test_the_command_loads_on_the_processes_own_device(monkeypatch: Any, tmp_pat
     devices = []
     for rank in range(4):
         environment(monkeypatch, rank, 4)
-        result = CliRunner().invoke(app, ["train", "--data", "a.jsonl", "--output", str(tmp_path), "--steps", "1"])
+        result = CliRunner().invoke(app, ["train", "--data", str(answers), "--output", str(tmp_path), "--steps", "1"])
         devices.append(str(result.exception))
     assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
 
 
 @pytest.mark.parametrize(("rank", "talks"), [(0, True), (1, False)])
 def test_only_the_first_process_talks(rank: int, talks: bool, monkeypatch: Any, tmp_path: Path) -> None:
+    answers = tmp_path / "answers.jsonl"
+    answers.touch()
+
     class Loaded:
         target = tiny.target("qwen3")
         threads = ""
@@ -185,7 +191,7 @@ def test_only_the_first_process_talks(rank: int, talks: bool, monkeypatch: Any, 
     monkeypatch.setattr(command, "load_pair", lambda wanted, aloud: Loaded())
     monkeypatch.setattr("dflash.train.run.train", trained)
     environment(monkeypatch, rank, 2)
-    result = CliRunner().invoke(app, ["train", "--data", "a.jsonl", "--output", str(tmp_path), "--steps", "1"])
+    result = CliRunner().invoke(app, ["train", "--data", str(answers), "--output", str(tmp_path), "--steps", "1"])
     assert result.exit_code == 0
     assert ("learned" in result.output) == ("the draft is in" in result.output) == bool(result.output) == talks
 

@@ -87,5 +87,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    stopping.take_sigterm_as_interrupt()
+    stopping.take_signals()
     app(arguments, prog_name="dflash")

@@ -11,7 +11,7 @@ from typing import Any
 import dflash
 from dflash.backends.draft import PublishedDraft
 from dflash.checkpoint import Place, locate, shipped_draft
-from dflash.cli import console
+from dflash.cli import console, stopping
 from dflash.cli.options import Backend, DrafterKind, Dtype
 from dflash.drafters import BothDrafters
 from dflash.errors import RequestError
@@ -164,7 +164,7 @@ def load_pair(wanted: Wanted, aloud: bool = False) -> Pair:
     """
     check_installed(wanted)
     place = locate(wanted.model)  # what does not exist is told before a framework is imported
-    with _loading(place, aloud):
+    with _loading(place, aloud), stopping.importing():
         drafter = _drafter(wanted)
         block_size = choose_block(drafter, wanted.block_size)
         target = dflash.load(

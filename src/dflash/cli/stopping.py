@@ -8,19 +8,44 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import typer
 
 from dflash.cli import console
+from dflash.errors import DFlashError
 
 INTERRUPTED = 130
 """Exit status, as shells have it."""
 
 
-def take_sigterm_as_interrupt() -> None:
-    """From now on in this process."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+_received: list[int] = []
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _received.append(number)
+    raise KeyboardInterrupt
+
+
+def take_signals() -> None:
+    """From now on in this process, both interrupt it; SIGINT not where the shell has it ignored."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """An import that a signal cuts short may end with an error of its own: inside, that is an interrupt all the same."""
+    try:
+        yield
+    except (DFlashError, ImportError, AttributeError, NameError, RuntimeError, TypeError) as error:
+        if _received:
+            raise KeyboardInterrupt from error
+        raise
 
 
 def stopped(message: str | None) -> typer.Exit:
@@ -31,7 +56,7 @@ def stopped(message: str | None) -> typer.Exit:
     Args:
         message: None where another process speaks for all.
     """
-    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGTERM) is _interrupt:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     if message is not None:

@@ -120,7 +120,7 @@ def train(
     wanted = replace(wanted, device=own_device(device))
     ids = None if taps is None else _taps(taps)
     try:
-        with console.waiting("importing PyTorch", aloud=is_first()):
+        with console.waiting("importing PyTorch", aloud=is_first()), stopping.importing():
             from dflash.train.run import Job, Shape
         job = Job(
             tuple(data), output, Shape(block_size, layers, ids, mask_token, sliding_layers, sliding_window, start),
