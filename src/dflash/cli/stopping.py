@@ -39,7 +39,7 @@ def take_signals() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """An import that a signal cuts short may end with an error of its own: inside, that is an interrupt all the same."""
+    """An import that a signal cuts short may end with another error: inside, that is an interrupt all the same."""
     try:
         yield
     except (DFlashError, ImportError, AttributeError, NameError, RuntimeError, TypeError) as error:
