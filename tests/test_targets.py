@@ -13,7 +13,7 @@ from torch import nn
 import fakes
 import tiny
 from dflash.backends.torch import cache as cache_module
-from dflash.backends.torch import target as target_module
+from dflash.backends.torch import hooks
 from dflash.backends.torch.check import check_rollback
 from dflash.backends.torch.target import Reading, TorchTarget
 from dflash.decode import Request, decode
@@ -222,7 +222,7 @@ def test_a_forward_that_fails_leaves_nothing_behind() -> None:
         with pytest.raises(RuntimeError, match="of a hook"):
             answers(target, NGramDrafter(4, 2, 1), [PROMPT])
         hook.remove()
-    assert not target_module._running.caches
+    assert not hooks.running.caches
     assert answers(target, NGramDrafter(4, 2, 1), [[5, 6, 5, 6, 5, 6]]) == expected
 
 

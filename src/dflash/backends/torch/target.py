@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import enum
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,11 +15,12 @@ from transformers import PreTrainedModel
 
 from dflash.backends.keep import check_first, check_tap, checked_counts
 from dflash.backends.rows import RowByRow
-from dflash.backends.torch.architectures import FULL, Anatomy, context_length, dissect, eos_ids, seams
+from dflash.backends.torch.architectures import FULL, Anatomy, context_length, dissect, eos_ids
 from dflash.backends.torch.attention import GROUPED
-from dflash.backends.torch.cache import AttentionLayer, RollbackCache, Rows, record
+from dflash.backends.torch.cache import AttentionLayer, RollbackCache, Rows
 from dflash.backends.torch.check import proven_reading
 from dflash.backends.torch.head import PackedHead, arranged
+from dflash.backends.torch.hooks import attach_hooks
 from dflash.backends.torch.scoring import Scoring
 from dflash.backends.torch.verify import TorchVerifier
 from dflash.errors import RequestError, UnsupportedTarget
@@ -68,11 +67,7 @@ class TorchTarget:
         self.context_length = context_length(config)
         self.eos_ids = eos_ids(model, tokenizer)
         self.device: torch.device = self.anatomy.embedding.weight.device
-        for index, layer in enumerate(self.anatomy.layers):
-            _attach(layer, _Tap(index))
-        _attach_brackets(model)
-        for index, mixer in self.anatomy.mixers.items():
-            _attach_recorders(index, mixer)
+        attach_hooks(model, self.anatomy)
 
     @functools.cached_property
     def reading(self) -> Reading:
@@ -318,95 +313,3 @@ class Ahead:
         self._session.cache.keep(counts, self._width)
         self.kept = True
         return self._session._features(counts, self._width)
-
-
-# --- seams of the model -----------------------------------------------------------------------------
-
-
-class _Running(threading.local):
-    """The caches of the forwards that run in this thread, the innermost last; None for one that is not ours.
-
-    Not every model hands the cache to its layers. There are several where a hook of the user's asks a model something.
-    """
-
-    def __init__(self) -> None:
-        self.caches: list[RollbackCache | None] = []
-
-    @property
-    def cache(self) -> RollbackCache | None:
-        return self.caches[-1] if self.caches else None
-
-
-_running = _Running()
-
-
-@dataclass(frozen=True)
-class _Begin:
-    """A forward of the whole model begins, ours or the user's own: the cache it was given tells."""
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("cache")
-        _running.caches.append(cache if isinstance(cache, RollbackCache) else None)
-
-
-@dataclass(frozen=True)
-class _End:
-    """It is over, or failed."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        _running.caches.pop()
-
-
-@dataclass(frozen=True)
-class _Tap:
-    """Leaves a tapped layer's output (before any final norm) with the cache of the running forward."""
-
-    layer: int
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        cache = _running.cache
-        if cache is not None and self.layer in cache.taps:
-            cache.tapped[self.layer] = output[0] if isinstance(output, tuple) else output
-
-
-@dataclass(frozen=True)
-class _RecordInput:
-    """Records the input of a recurrent module."""
-
-    layer: int
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        record(_running.cache, self.layer, "hidden_states", args[0] if args else kwargs["hidden_states"])
-
-
-@dataclass(frozen=True)
-class _RecordOutput:
-    """Records the output of one of its input projections."""
-
-    layer: int
-    name: str
-
-    def __call__(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        record(_running.cache, self.layer, self.name, output)
-
-
-def _attach(module: nn.Module, hook: _Tap | _RecordOutput) -> None:
-    """Once, however often a model is wrapped; a copy of a model has its hooks already."""
-    if hook not in module._forward_hooks.values():
-        module.register_forward_hook(hook)
-
-
-def _attach_brackets(model: nn.Module) -> None:
-    """Around a whole forward: the first is put before a user's hooks, which may fail, and the last is always called."""
-    begin, end = _Begin(), _End()
-    if begin not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
-        model.register_forward_hook(end, always_call=True)
-
-
-def _attach_recorders(layer: int, mixer: nn.Module) -> None:
-    enter = _RecordInput(layer)
-    if enter not in mixer._forward_pre_hooks.values():
-        mixer.register_forward_pre_hook(enter, with_kwargs=True)
-    for name in seams(mixer).inputs:
-        _attach(mixer.get_submodule(name), _RecordOutput(layer, name))
