@@ -234,7 +234,7 @@ def test_an_unknown_option_is_refused(run: Callable[..., Any]) -> None:
 def test_a_warning_is_one_line(run: Callable[..., Any], draft: Path) -> None:
     result = run("generate", *SHORT, "--draft", draft, "--block-size", "23")
     assert result.exit_code == 0
-    assert result.stderr.startswith("warning: --block-size 23 is above the 8 this draft was trained for")
+    assert result.stderr.startswith(f"warning: --block-size 23 is above the 8 that draft {draft.name} was trained for")
 
 
 # --- generate ---------------------------------------------------------------------------------------

@@ -344,7 +344,7 @@ def test_the_documented_line_works_as_a_process(folder: Path, draft: Path, tmp_p
     )
     assert done.returncode == 0, done.stderr
     assert "prompt, 1 prompt" in done.stdout and "1 of 1" in done.stdout
-    assert "above the 8 this draft was trained for" in done.stderr and "Traceback" not in done.stderr
+    assert "is above the 8 that draft" in done.stderr and "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == [], "without --output nothing is written"
 
 
