@@ -61,8 +61,7 @@ def regenerate(
 ) -> None:
     """Answer prompts with the target, in batches, and keep the tokens of prompts and answers.
 
-    A prompt that fails is counted with its reason, and tried again when you repeat the command; the exit status is
-    then 1.
+    A prompt that fails is counted with its reason, the exit status is then 1; repeat the command to try it again.
     """
     kind = drafter or ("none" if draft is None else "dflash")
     wanted = Wanted(
