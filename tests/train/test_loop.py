@@ -198,6 +198,7 @@ def test_how_it_is_computed_changes_nothing(options: dict[str, Any], tmp_path: P
 
 
 WORKER = """
+import os
 import sys
 sys.path[:0] = [{tests!r}, {train!r}]
 import torch
@@ -210,6 +211,8 @@ run = corpora.trainer(target, corpora.answers(target, 9), Path({output!r}), step
 run.run()
 if run.processes.first:
     save_file({{n: p.detach() for n, p in run.draft.named_parameters()}}, Path({output!r}) / "end.safetensors")
+run.processes.leave()
+os._exit(0)  # threads of torch that outlive the group abort some interpreters as they end
 """
 
 

@@ -33,6 +33,7 @@ from dflash.train.recipe import Recipe
 from dflash.train.run import Job, Shape, train
 
 WORKER = """
+import os
 import sys
 sys.path[:0] = [{tests!r}, {train!r}]
 import torch
@@ -40,6 +41,7 @@ torch.set_num_threads(1)
 import test_processes
 from pathlib import Path
 test_processes.stop_and_resume(Path({folder!r}))
+os._exit(0)  # threads of torch that outlive the group abort some interpreters as they end
 """
 
 

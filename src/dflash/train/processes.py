@@ -92,8 +92,15 @@ class Processes:
         with nothing_to_keep():
             with contextlib.suppress(ProcessLost):  # nothing is wanted of the others any more
                 self.wait()
-            if self.began:
-                dist.destroy_process_group()
+            self.close()
+
+    def close(self) -> None:
+        """Close the group, if this object opened it and it is open, whatever the others do.
+
+        Gloo's threads, left running, may abort the process as it ends, and its exit status with it.
+        """
+        if self.began and dist.is_initialized():
+            dist.destroy_process_group()
 
     @property
     def first(self) -> bool:

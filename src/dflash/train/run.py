@@ -99,7 +99,21 @@ def train(
         DFlashError: as ``Trainer``, ``read_corpus``, ``make_draft`` and ``Target.start``; or another run is writing the
             output.
     """
-    processes = Processes.join(target.device)
+    with contextlib.closing(Processes.join(target.device)) as processes:
+        measured = _train(target, job, processes, say, caching, report)
+        processes.leave()
+        return measured
+
+
+def _train(
+    target: TorchTarget,
+    job: Job,
+    processes: Processes,
+    say: Callable[[str], None],
+    caching: Callable[[int, int], None],
+    report: Callable[[Progress], None],
+) -> Acceptance | None:
+    """This process's share of ``train``."""
     check_output(job.output, job.resume)
     settings = settings_of(job.data[0])
     corpus = read_corpus(job.data, job.held_out, job.max_length)
@@ -125,7 +139,6 @@ def train(
             if measured is None and corpus.held_out:  # there was no step left to take
                 measured = run.measure()
             finish(target, job, corpus, draft, measured, run.spent, settings)
-    processes.leave()
     return measured
 
 
